@@ -9,6 +9,7 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
+    "batches",
     "checkpoint",
     "conductor",
     "engine",

@@ -29,9 +29,12 @@ from moonpool.cli.load_generator.senders import greedy
 from moonpool.client import AsyncClient
 
 KINDS = ("one", "split")
+COPIES = "copies"
+"""`split`, where each engine has a copy of the weights."""
 BESIDE = "two engines"
+NAMES = {"split": "two with one copy of the weights", COPIES: "two with a copy each"}
 MEMORY, START = 0.62, 0.65
-"""Wanted of two engines' memory, and of their processor time at the start."""
+"""Wanted of two engines' memory, and of their processor time at the start, where each has a copy of the weights."""
 ALONE, TOGETHER_TPOT, TOGETHER_TTFT = 1.0, 1.5, 1.2
 """Wanted of two engines' times: one client's, and several clients' 90th percentiles."""
 CLIENTS, EACH, PROMPT, ANSWER = 4, 4, 512, 48
@@ -58,7 +61,8 @@ class Stack:
     """`moonpool serve` as a child process, with all its processes."""
 
     def __init__(self, model: Path, engines: str, settings: Sequence[str], folder: Path) -> None:
-        command = [sys.executable, "-m", "moonpool.cli.main", "serve", str(model), "--engines", engines, "--port", "0"]
+        command = [sys.executable, "-m", "moonpool.cli.main", "serve", str(model), "--port", "0"]
+        command += ["--engines", "split" if engines == COPIES else engines]
         command += ["--json", "--log-level", "warning", "--data-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -167,10 +171,11 @@ def pair(seconds: Mapping[str, float]) -> tuple[float, float]:
 
 
 def measure_alone(model: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
-    """Memory and start of each stack by itself, in turns."""
-    whole, serving, cpu = ({kind: list[float]() for kind in KINDS} for _ in range(3))
+    """Memory and start of each stack by itself, in turns; also of two engines with a copy of the weights each."""
+    kinds = (*KINDS, COPIES)
+    whole, serving, cpu = ({kind: list[float]() for kind in kinds} for _ in range(3))
     for number in range(options.starts):
-        for kind in KINDS if number % 2 else reversed(KINDS):
+        for kind in kinds if number % 2 else reversed(kinds):
             with stack(model, kind, settings_of(kind, options)) as started:
                 cpu[kind].append(started.cpu_s())
                 prompts = fresh_prompts(random.Random(SEED), LONE_PROMPT, 1, FIRST_ANSWERS)
@@ -178,13 +183,18 @@ def measure_alone(model: Path, options: argparse.Namespace, progress: Progress) 
                 whole[kind].append(started.pss_bytes() / 1e6)
                 serving[kind].append(started.pss_bytes(serving=True) / 1e6)
             progress(f"start {number + 1}: {kind} took {cpu[kind][-1]:.1f} s of processor, {whole[kind][-1]:.0f} MB")
-    for name, unit, found, most in (
-        ("memory, conductor and engines", "MB", serving, MEMORY),
-        ("memory, all processes", "MB", whole, None),
-        ("processor time of the start", "s", cpu, START),
+    engines = "memory, conductor and engines"
+    for name, unit, found, beside, most in (
+        (engines, "MB", serving, "split", None),
+        (engines, "MB", serving, COPIES, MEMORY),
+        ("memory, all processes", "MB", whole, "split", None),
+        ("memory, all processes", "MB", whole, COPIES, None),
+        ("processor time of the start", "s", cpu, "split", None),
+        ("processor time of the start", "s", cpu, COPIES, START),
     ):
-        pairs = list(zip(found["one"], found["split"], strict=True))
-        yield paired(name, unit, pairs, BESIDE, less_is_better=True, target=most and 1 / most)
+        pairs = list(zip(found["one"], found[beside], strict=True))
+        target = None if most is None else 1 / most
+        yield paired(f"{name}, {NAMES[beside]}", unit, pairs, BESIDE, less_is_better=True, target=target)
 
 
 def measure_together(model: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
@@ -219,7 +229,8 @@ def measure_together(model: Path, options: argparse.Namespace, progress: Progres
 
 def settings_of(kind: str, options: argparse.Namespace) -> list[str]:
     """Settings of a stack: those of both, and those of the one that is looked at."""
-    return list(options.all_set) + (list(options.one_set) if kind == "one" else [])
+    own = {"one": options.one_set, COPIES: ["engine.mmap_weights=off"]}
+    return [*options.all_set, *own.get(kind, ())]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:

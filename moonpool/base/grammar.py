@@ -32,6 +32,8 @@ _MAX_REASON = 400
 MAX_NAMES = 64
 """Member names that a pattern may stand for, to be listed one by one."""
 _MAX_NAME_STEPS, _MAX_NAME_BYTES = 2048, 64
+_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+"""A text that may be a special token."""
 _TOKEN_ID = re.compile(r"<\[\d+\]>")
 _MAX_FAULT_PARTS = 32
 """Schema parts that are tried alone, to name a fault's place."""
@@ -220,11 +222,24 @@ class AnswerGrammar:
         return name
 
     def text_until(self, end: str, expressions: Sequence[str] = ()) -> str:
-        """Return a text that matches all regular expressions, up to the first `end` and with `end`."""
-        name = self._name("until")
+        """Return a text that matches all regular expressions, up to the first `end` and with `end`.
+
+        A special token in `end` ends the text.
+        """
         matched = " & ".join(f"/{_unslashed(expression)}/" for expression in (r"(.|\n)*", *expressions))
+        mark, behind = self._first_special(end)
+        if mark:
+            name = self._name("text").upper()
+            self._rules.append(f"{name}: {matched}")
+            return " ".join(filter(None, [name, self.mark(mark), behind and self.text(behind)]))
+        name = self._name("until")
         self._rules.append(f"{name}[lazy]: ({matched}) {self.text(end)}")
         return name
+
+    def _first_special(self, text: str) -> tuple[str, str]:
+        """Return a text's first special token, and what is behind; nothing if there is none."""
+        found = next((mark for mark in _MARK.finditer(text) if self._special_id(mark[0]) is not None), None)
+        return ("", "") if found is None else (found[0], text[found.end() :])
 
     def form(self, forms: Sequence[str]) -> str:
         """Several forms as one alternative."""
@@ -245,6 +260,16 @@ class AnswerGrammar:
         """One of `forms` is the whole answer, after the thinking, if the answer matches `begins` and anything."""
         self._opening = self.form(forms)
         self._rules.append(rf"FIRST: /(.|\n)*/ & ~/({begins})(.|\n)*/" + self._without_thinking())
+
+    def whole_lark(self, form: str) -> str:
+        """Return the grammar of an answer that is a form, thinking included."""
+        return "\n".join([f"start: {form}", *self._rules])
+
+    def forced_lark(self, form: str) -> str:
+        """Return the grammar of an answer that is a form, after the thinking."""
+        thought = self._thought()
+        self._rules.append(r"SPACE: /[ \n\t]{1,4}/")
+        return "\n".join([f"start: {thought} SPACE? {form}" if thought else f"start: {form}", *self._rules])
 
     def expression(self, expression: str) -> str:
         """Return what matches a regular expression."""

@@ -35,7 +35,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
         return
     typer.echo(headline(state))
     typer.echo(queue_line(state.queue))
-    table = RecordTable("instance", "kind", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
+    table = RecordTable("instance", "role", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
     for instance in state.instances:
         used = instance.total_blocks - instance.free_blocks - instance.cached_blocks
         share = f"{used}/{instance.total_blocks}" if instance.total_blocks else "-"
@@ -48,7 +48,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
             instance.promised_blocks,
         )
         table.add_row(
-            instance.id, instance.kind, instance.address, *map(str, counts), "draining" if instance.draining else ""
+            instance.id, instance.role, instance.address, *map(str, counts), "draining" if instance.draining else ""
         )
     console = stdout_console()
     console.print(table)
@@ -266,7 +266,7 @@ def render_cluster(state: ClusterState) -> RenderableType:
     lines = (headline(state), queue_line(state.queue), recent_line(state.recent))
     parts: list[RenderableType] = [Text(line) for line in lines]
     figures = ("run", "wait", "tokens", "used")
-    table = RecordTable("instance", *figures, "of", "tier", "", "state", right=(*figures, "of"))
+    table = RecordTable("instance", "role", *figures, "of", "tier", "", "state", right=(*figures, "of"))
     for instance in state.instances:
         for row in _instance_rows(instance):
             table.add_row(*row)
@@ -309,9 +309,9 @@ def _instance_rows(instance: InstanceInfo) -> list[tuple[str, ...]]:
     loads = [load, *[("", "", "")] * (len(tiers) - 1)]
     state = "draining" if instance.draining else ""
     return [
-        (instance.id, *counts, f"{used / max(1, total):.0%}", size, kind, bar(used, total), state)
+        (instance.id, instance.role, *counts, f"{used / max(1, total):.0%}", size, kind, bar(used, total), state)
         for counts, (kind, used, total, size) in zip(loads, tiers, strict=False)
-    ] or [(instance.id, *load, "", "", "", "", state)]
+    ] or [(instance.id, instance.role, *load, "", "", "", "", state)]
 
 
 def bar(used: float, total: float) -> str:

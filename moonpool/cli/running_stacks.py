@@ -38,6 +38,7 @@ class RunningStack:
         model: the model, as the services are told.
         address: the conductors' addresses, separated by commas; "" until the stack is ready.
         http_address: the gateway's, likewise.
+        engines: "one" = one engine in both roles, "split" = prefill and decode instances, "" until they are started.
     """
 
     pid: int
@@ -47,6 +48,7 @@ class RunningStack:
     model: str
     address: str = ""
     http_address: str = ""
+    engines: str = ""
 
     @property
     def alive(self) -> bool:
@@ -104,10 +106,11 @@ class StackRecord:
         self._data_dir = str(data_dir.resolve())
         self.path = folder / f"{hashlib.blake2s(self._data_dir.encode(), digest_size=8).hexdigest()}.json"
 
-    def write(self, address: str, http_address: str) -> None:
-        """Write the record with the addresses of conductors and gateway, "" while the stack starts."""
+    def write(self, address: str, http_address: str, engines: str = "") -> None:
+        """Write the record with what `RunningStack` says of a stack that is ready; "" while the stack starts."""
         pid = os.getpid()
-        record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, self._model, address, http_address)
+        ready = address, http_address, engines
+        record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, self._model, *ready)
         written = self.path.with_suffix(".new")
         written.write_text(json.dumps(dataclasses.asdict(record)))
         written.replace(self.path)
@@ -126,7 +129,8 @@ def run_ps(*, as_json: bool) -> None:
         return
     for stack in running:
         at = f"http://{stack.http_address}, conductor {stack.address}" if stack.address else "starting"
-        typer.echo(f"{stack.pid}  {stack.model}  {at}  {stack.data_dir}")
+        roles = {"one": "one engine in both roles  ", "split": "prefill and decode  "}.get(stack.engines, "")
+        typer.echo(f"{stack.pid}  {stack.model}  {at}  {roles}{stack.data_dir}")
     if not running:
         typer.echo("no stack is running: `moonpool serve MODEL` starts one", err=True)
 

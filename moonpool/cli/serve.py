@@ -76,7 +76,7 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: stopping.set())
             where = ",".join(stack.addresses)
-            record.write(where, stack.http_address)
+            record.write(where, stack.http_address, planned.engines)
             ready |= {"http": stack.http_address, "engines": planned.engines, "engines_chosen": engines}
             say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
             if not as_json:

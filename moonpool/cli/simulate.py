@@ -14,8 +14,10 @@ import typer
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.settings import default_of
 from moonpool.cli.options import verb
 from moonpool.cli.predict_options import PlanOptions
+from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from moonpool.engine.emulated.profile import load_profile
@@ -199,8 +201,8 @@ class ScaleOptions(ClusterOptions):
         DEFAULT_POLICY
     )
     decode_prompt_tokens: Annotated[
-        int, typer.Option(min=0, help="Decode may compute a prompt's rest of at most so many tokens; 0 = none.")
-    ] = 0
+        int, typer.Option(min=0, help="Decode may compute so many tokens of a prompt; 0 = none.")
+    ] = default_of(RoutingConfig, "decode_prompt_tokens")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.rpc.tls import Tls
 from moonpool.cli.options import Engines
 from moonpool.client import Client
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 
@@ -351,7 +352,7 @@ class LocalStack:
     def _spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
         name = kind if kind == "kvstore" or self.plan.engines != "one" else ENGINE_NAME
         names = [f"{name}-{number}" for number in range(count)]
-        return [self.spawn(kind, name, self._member_arguments(kind, name)) for name in names]
+        return [self.spawn(kind, name, self.member_arguments(kind, name)) for name in names]
 
     def wait_joined(self, timeout_s: float) -> None:
         """Wait until every instance has joined every conductor that runs.
@@ -453,10 +454,12 @@ class LocalStack:
         return [part for address in self.addresses for part in ("--conductor", address)]
 
     def _gateway_arguments(self, port: int) -> list[str]:
-        arguments = [*self._join_arguments(), "--model", self.plan.model]
+        batches = self.plan.data_dir / GATEWAY_ID / "batches"
+        arguments = [*self._join_arguments(), "--model", self.plan.model, "--set", f"batch_dir={batches}"]
         return [*arguments, *self._common_arguments("gateway", GATEWAY_ID, port)]
 
-    def _member_arguments(self, kind: str, service_id: str) -> list[str]:
+    def member_arguments(self, kind: str, service_id: str) -> list[str]:
+        """The command line of a kvstore or an engine."""
         plan = self.plan
         arguments = self._join_arguments()
         if kind == "kvstore":
@@ -486,22 +489,28 @@ class LocalStack:
 def _either_role(plan: StackPlan, kind: str) -> bool:
     """Whether this kind's engines may have either role: as the user says, else where one may leave its pool."""
     stages = setting_of(plan, "prefill", "pipeline_parallel_size", str(plan.pipeline_parallel_size))
-    # A certificate for one role is refused in the other one: whoever has such for both says so.
+    # A certificate for one role is refused in the other one: whoever has such for both says so. And an instance that
+    # has both roles at once has no other.
     default = sum(plan.engine_counts.values()) > len(OTHER_ROLE) and stages == "1"
     default = default and not setting_of(plan, kind, "tls_cert", "")
+    default = default and setting_of(plan, "decode", "computes_prompts", "false").lower() != "true"
     return setting_of(plan, kind, "either_role", str(default)).lower() == "true"
 
 
 def _settings_of_role(plan: StackPlan, kind: str) -> list[str]:
-    """The plan's settings that only engines of this kind have, as flags, for engines that may become one."""
-    shared = config_class(OTHER_ROLE[kind]).model_fields
-    own = config_class(kind).model_fields.keys() - shared.keys()
-    found: list[str] = []
-    for flag, value in pairwise(plan.extra.get(kind, ())):
-        name = value.partition("=")[0] if flag == "--set" else flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name in own:
-            found += [flag, value]
-    return found
+    """The plan's settings of this kind's role, as flags, for engines of the other kind: their own go before."""
+    role = config_class(kind).model_fields.keys() - EngineConfig.model_fields.keys()
+    own = {name for name, _ in _named(plan.extra.get(OTHER_ROLE[kind], ()))}
+    return [part for name, given in _named(plan.extra.get(kind, ())) if name in role - own for part in given]
+
+
+def _named(given: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Settings among flags: name, and the flag with its value."""
+    for flag, value in pairwise(given):
+        if flag == "--set":
+            yield value.partition("=")[0], (flag, value)
+        elif flag.startswith("--"):
+            yield flag.removeprefix("--").replace("-", "_"), (flag, value)
 
 
 def memory_share(plan: StackPlan, kind: str) -> float | None:

@@ -21,7 +21,8 @@ class TierInfo:
 class InstanceInfo:
     """An instance according to the conductor. A kvstore alone has `tiers`.
 
-    Decode alone counts `preemptions`, and guesses of tokens that were checked (`draft_tokens`) and accepted.
+    Decode alone counts `preemptions`, and guesses of tokens that were checked (`draft_tokens`) and accepted. A decode
+    instance in the role both has `computes_prompts`.
     """
 
     id: str
@@ -41,6 +42,12 @@ class InstanceInfo:
     preemptions: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    computes_prompts: bool = False
+
+    @property
+    def role(self) -> str:
+        """The kind, or "both" for an engine that computes prompts and answers."""
+        return "both" if self.computes_prompts else self.kind
 
 
 @dataclass(frozen=True, slots=True)

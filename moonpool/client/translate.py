@@ -228,6 +228,7 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         preemptions=load.preemptions,
         draft_tokens=load.draft_tokens,
         accepted_tokens=load.accepted_tokens,
+        computes_prompts=state.computes_prompts,
     )
 
 

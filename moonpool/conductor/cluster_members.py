@@ -130,6 +130,8 @@ class ClusterMembers:
         if member.kind not in ENGINES or member.kind == kind:
             is_now = kv_pb2.InstanceKind.Name(member.kind)
             raise InvalidRequest("kind", f"must be the other of prefill and decode: {instance_id} is {is_now}")
+        if member.computes_prompts:
+            raise InvalidRequest("instance_id", f"{instance_id} has both roles, and keeps them")
         if not member.switches_role:
             raise InvalidRequest("instance_id", f"{instance_id} keeps its role: it was started without either_role")
         if not any(other is not member and not other.load.draining for other in self.registry.of_kind(member.kind)):

@@ -18,7 +18,7 @@ from moonpool.base.rpc.connection_monitor import ConnectionMonitor, MonitoredCal
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.client_stream import ClientStream
 from moonpool.conductor.core.failures import FENCE_FIELD
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
 log = get_logger(__name__)
@@ -43,6 +43,7 @@ class NewTokens:
         reason: with the last tokens, why the choice ends.
         score: a deferred answer's score.
         logprobs: the tokens' log probabilities, if wanted.
+        prompt: with the first answer's first tokens, how the prompt was computed there; None = elsewhere, or told.
     """
 
     choice: int
@@ -51,6 +52,25 @@ class NewTokens:
     reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
     score: float | None = None
     logprobs: Logprobs | None = None
+    prompt: prefill_pb2.FirstToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """How a decode instance in the role both computes a prompt.
+
+    Attributes:
+        sources: where a prefix may be loaded from, best first.
+        held_blocks: leading blocks that each kvstore of the reservation is believed to hold.
+        delay_s: the prompt stands this many seconds behind its arrival.
+    """
+
+    sources: Sequence[prefill_pb2.PrefixSource] = ()
+    held_blocks: Sequence[int] = ()
+    delay_s: float = 0.0
+
+
+PLAIN_PROMPT = PromptOrder()
 
 
 class SequenceSubscriber(Protocol):
@@ -171,6 +191,7 @@ class StepsStream:
         known: Sequence[Sequence[int]] = (),
         *,
         compute: bool = False,
+        order: PromptOrder = PLAIN_PROMPT,
         gather: bool = False,
     ) -> None:
         """Start a sequence at decode: the sequence may join the batch.
@@ -183,6 +204,7 @@ class StepsStream:
             logprobs: the first tokens' log probabilities, if wanted.
             known: for each choice, the known tokens after the first token.
             compute: decode computes the prompt and the first tokens.
+            order: how, at an instance in the role both.
             gather: tokens may come in larger messages, as the client reads the answer at the end.
         """
         start = decode_pb2.StartSequence(
@@ -197,6 +219,9 @@ class StepsStream:
             known_token_ids=known[0] if known else (),
             further_known=[decode_pb2.KnownTokens(token_ids=tokens) for tokens in known[1:]],
             gather=gather,
+            sources=order.sources,
+            held_blocks=order.held_blocks,
+            delay_s=order.delay_s,
         )
         self._send(decode_pb2.StepsRequest(start=start))
 
@@ -276,7 +301,8 @@ class StepsStream:
         reason = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
         score = tokens.score if tokens.HasField("score") else None
         logprobs = logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else None
-        new = NewTokens(tokens.choice, tokens.position, tokens.token_ids, reason, score, logprobs)
+        prompt = tokens.prompt if tokens.HasField("prompt") else None
+        new = NewTokens(tokens.choice, tokens.position, tokens.token_ids, reason, score, logprobs, prompt)
         over = subscriber.add_tokens(new)
         if over or cancelled:
             self._subscribers.pop(sequence_id, None)

@@ -36,6 +36,7 @@ class GenerateStream:
         resumes: how often the client has resumed the request.
         placement: the last one; `placements` counts them, `sequence` is the id that engines see.
         started: decode was told to start there.
+        write_back: kvstores that the last reservation at decode names.
         candidates: tokens that may follow the prompt of deferred answers; None for others.
         opening_logprobs: log probabilities for decode's first tokens, if wanted.
         prompt_unscored: the client wants the prompt's log probabilities or embedding, not known here yet.
@@ -74,6 +75,7 @@ class GenerateStream:
         self.placements = 0
         self.sequence = ""
         self.started = False
+        self.write_back: tuple[str, ...] = ()
         self.candidates: prefill_pb2.FirstToken | None = None
         self.opening_logprobs: Logprobs | None = None
         self.prompt_unscored = request.spec.scored
@@ -363,6 +365,17 @@ class GenerateStream:
             self.add_tokens(NewTokens(choice, self._placed_tokens, [token_id], logprobs=logprobs), sequence)
         self.opening_logprobs = found
         return self.finish
+
+    def add_prompt(self, first: prefill_pb2.FirstToken, sequence: str) -> None:
+        """Take what an instance in the role both says of a sequence's prompt; the tokens come by `add_tokens`.
+
+        Raises:
+            StreamBroken: the prompt's log probabilities or embedding are wanted and missing.
+        """
+        self.history.prefilled(first, sequence, begun=bool(self.tokens))
+        self._note_opened(first)
+        if not self.spec.deferred:
+            self._add_prompt_results(first)
 
     def add_tokens(self, new: NewTokens, sequence: str) -> int:
         """Take tokens of a choice from a sequence, without those that are known already; return how many were new.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from moonpool.base import world
 from moonpool.base.cluster.proto_conversion import finite_or_zero
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.kv.keys import KEY_BYTES, tokens_digest, window_key
+from moonpool.base.kv.keys import tokens_digest
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.base.telemetry.logs import get_logger
@@ -29,17 +29,18 @@ from moonpool.conductor.core.events import (
     FirstToken,
     KVDelivered,
     PrefillAccepted,
-    PrefillMeasurements,
     StalePlacement,
 )
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.prefix_holder import PrefixHolder
+from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.core.store_pool import StoreView
-from moonpool.conductor.decode_streams import StepsPool, StepsStream
+from moonpool.conductor.decode_streams import PromptOrder, StepsPool, StepsStream
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.proto_conversion import (
     failure_of,
     finish_of,
+    prefill_measurements,
     reservation_proto,
     reserve_granted,
     reserved_instance_proto,
@@ -118,12 +119,17 @@ class InstanceCalls:
 
     def _reserve_request(self, order: CallReserve, stream: GenerateStream) -> decode_pb2.ReserveRequest:
         request = decode_pb2.ReserveRequest(
-            sequence=stream.sequence_spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
+            sequence=stream.sequence_spec(order.sequence),
+            tbt_slo_s=order.tbt_slo_s,
+            starts_in_s=order.starts_in_s,
+            computes_prompt=order.computes_prompt,
+            max_queue_s=order.max_queue_s,
         )
         request.conductor.CopyFrom(self._steps.conductor)
         request.resume_secret, resumed = stream.secret, stream.spec.resumed
         request.fence = resumed.fence if resumed is not None else 0
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
+        stream.write_back = tuple([store.id for store in stores])
         if stores:
             request.write_back.CopyFrom(stores[0])
             request.replicas.extend(stores[1:])
@@ -183,7 +189,7 @@ class InstanceCalls:
         lasted_s: float,
     ) -> None:
         """The prompt is computed, `lasted_s` seconds after the call began."""
-        how, before = _prefill_measurements(first, request.sequence, lasted_s), stream.tokens
+        how, before = prefill_measurements(first, request.sequence.block_keys, lasted_s), stream.tokens
         finish = finish_of(stream.add_first_tokens(first, request.sequence.request_id))
         known = 0 < before == stream.tokens
         self._post(FirstToken(io, how, finish, known))
@@ -196,9 +202,7 @@ class InstanceCalls:
         )
         if order.target is not None:
             request.target.CopyFrom(reservation_proto(order.target))
-        sources = [
-            prefill_pb2.PrefixSource(instance=member, blocks=held) for member, held in self._members(order.plan.sources)
-        ]
+        sources = self._prefix_sources(order.plan)
         if sources:
             request.source.CopyFrom(sources[0])
             request.other_sources.extend(sources[1:])
@@ -210,6 +214,9 @@ class InstanceCalls:
                 prefill_pb2.StoreReplica(instance=target, held_blocks=held) for target, held in targets[1:]
             )
         return request
+
+    def _prefix_sources(self, plan: RoutingDecision) -> list[prefill_pb2.PrefixSource]:
+        return [prefill_pb2.PrefixSource(instance=member, blocks=held) for member, held in self._members(plan.sources)]
 
     def _members(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
         """Return a plan's instances that are still members, each with the number of leading blocks there."""
@@ -244,6 +251,11 @@ class InstanceCalls:
         steps, subscription = self._subscribe(order, stream)
         gather = stream.request.whole and not stream.request.stops  # stop strings are found here, token by token
         target = reservation_proto(order.target)
+        if order.plan is not None:
+            known, prompt = stream.known_tokens, self._prompt_order(order.plan, stream)
+            steps.start(order.sequence, target, (), known=known, compute=True, order=prompt, gather=gather)
+            subscription.stop_complete()
+            return
         if order.compute:
             stream.computed_at_decode(order.target.held_blocks)
             steps.start(order.sequence, target, (), compute=True, gather=gather)
@@ -254,6 +266,15 @@ class InstanceCalls:
         logprobs = None if known else stream.opening_logprobs
         steps.start(order.sequence, target, tokens, scores, logprobs, known, gather=gather)
         subscription.stop_complete()
+
+    def _prompt_order(self, plan: RoutingDecision, stream: GenerateStream) -> PromptOrder:
+        """Return how an instance in the role both computes a prompt, with the members of this moment."""
+        held = {store.id: store.blocks for store in plan.write_back}
+        return PromptOrder(
+            self._prefix_sources(plan),
+            [held[store] for store in stream.write_back if store in held],
+            plan.prefill.delay_s or 0.0,
+        )
 
     def take_over(self, order: TakeOverSequence, stream: GenerateStream) -> None:
         """Take another conductor's sequence over at decode, and subscribe to the sequence."""
@@ -289,7 +310,7 @@ class InstanceCalls:
         self._sequences[order.io] = order, steps
         end = partial(self._end_sequence, order.io)
         stop = partial(steps.cancel, order.sequence, reservation_proto(order.target))
-        subscription = SequenceSubscription(order.io, order.sequence, stream, self._post, end, stop)
+        subscription = SequenceSubscription(order.io, order.sequence, stream, self._post, end, stop, self._clock)
         steps.subscribe(order.sequence, subscription)
         return steps, subscription
 
@@ -323,16 +344,3 @@ async def _result_of(work: Callable[[], Coroutine[Any, Any, CallResult]]) -> Cal
     except Exception as defect:
         log.error("a call failed", exc_info=defect)
         return Failure(FailureKind.INTERNAL, "a call failed")
-
-
-def _prefill_measurements(
-    first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec, lasted_s: float
-) -> PrefillMeasurements:
-    """An instance's measurements of a prefill. No time is longer than the call, which took `lasted_s` seconds."""
-    misses = list[tuple[str, bytes]]()
-    for miss in first.misses:
-        key = spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
-        misses.append((miss.store.id, window_key(key) if miss.windowed and key else key))
-    loads = tuple([(read.source.id, read.blocks, min(finite_or_zero(read.seconds), lasted_s)) for read in first.reads])
-    there_s = min(finite_or_zero(first.queue_s) + finite_or_zero(first.prefill_s), lasted_s)
-    return PrefillMeasurements(first.computed_tokens, there_s, tuple(misses), loads)

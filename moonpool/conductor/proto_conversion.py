@@ -7,10 +7,11 @@ from math import isfinite
 from moonpool.base import errors
 from moonpool.base.cluster.proto_conversion import finite_or_zero, speeds_from_proto
 from moonpool.base.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
+from moonpool.base.kv.keys import KEY_BYTES, window_key
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.sampling_params import lora_option
 from moonpool.conductor.core.actions import AnnouncePlacement
-from moonpool.conductor.core.events import CompletionReason, ReserveGranted
+from moonpool.conductor.core.events import CompletionReason, PrefillMeasurements, ReserveGranted
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from moonpool.conductor.core.kv_shape import KVShape
@@ -18,7 +19,7 @@ from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity
 from moonpool.conductor.core.tenant_ledger import MAX_CONDUCTORS, MAX_ROWS
 from moonpool.conductor.placement.base import PrefillChoice
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
 FINISH_REASONS = {
     CompletionReason.STOP: kv_pb2.FINISH_REASON_STOP,
@@ -95,6 +96,20 @@ def reserve_granted(response: decode_pb2.ReserveResponse) -> ReserveGranted:
     )
 
 
+def prefill_measurements(first: prefill_pb2.FirstToken, block_keys: bytes, lasted_s: float) -> PrefillMeasurements:
+    """Return an instance's measurements of a prompt, whose blocks have these packed keys.
+
+    No time is longer than the call, which took `lasted_s` seconds.
+    """
+    misses = list[tuple[str, bytes]]()
+    for miss in first.misses:
+        key = block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
+        misses.append((miss.store.id, window_key(key) if miss.windowed and key else key))
+    loads = tuple([(read.source.id, read.blocks, min(finite_or_zero(read.seconds), lasted_s)) for read in first.reads])
+    there_s = min(finite_or_zero(first.queue_s) + finite_or_zero(first.prefill_s), lasted_s)
+    return PrefillMeasurements(first.computed_tokens, there_s, tuple(misses), loads)
+
+
 def reserved_instance_proto(reservation: DecodeReservation) -> kv_pb2.Instance:
     """Return the decode instance of a reservation."""
     return kv_pb2.Instance(
@@ -138,6 +153,8 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         loras=tuple([lora_option(lora) for lora in hello.loras]),
         uses_kvstores=hello.uses_kvstores,
         arrival_order=hello.arrival_order,
+        computes_prompts=hello.computes_prompts and kind is InstanceKind.DECODE,
+        in_place_role=hello.in_place_role,
     )
 
 

@@ -64,8 +64,16 @@ class Registry:
 
     @property
     def ready(self) -> bool:
-        """Whether at least one prefill and one decode instance take requests."""
-        return all(any(not member.load.draining for member in self.of_kind(kind)) for kind in ENGINES)
+        """Whether prompts and answers can be computed: an instance in the role both is enough."""
+        return not self.missing
+
+    @property
+    def missing(self) -> list[str]:
+        """Roles that no member has which takes requests."""
+        serving = [member for member in self._members.values() if not member.load.draining]
+        decodes = [member for member in serving if member.kind == DECODE]
+        prompts = any(member.kind == PREFILL or member.computes_prompts for member in serving)
+        return [role for role, there in (("prefill", prompts), ("decode", decodes)) if not there]
 
     def join(self, hello: conductor_pb2.JoinHello) -> ClusterMember:
         """Add an instance; an earlier member with the same id is replaced.
@@ -91,6 +99,7 @@ class Registry:
             process=hello.process,
             http_address=hello.http_address,
             takes_loras=LORA not in hello.unsupported,
+            computes_prompts=hello.computes_prompts and instance.kind == DECODE,
         )
         self._members[instance.id] = member
         return member
@@ -163,7 +172,7 @@ class ClusterMember:
 
     `load` is the last report; `switches_role`: comes back in the other role on order;
     `process` names the instance's process on the machine; `http_address`: of an engine's own HTTP server.
-    `takes_loras`: requests with a LoRA adapter may go there.
+    `takes_loras`: requests with a LoRA adapter may go there. `computes_prompts`: in the role both.
     """
 
     instance: kv_pb2.Instance
@@ -174,6 +183,7 @@ class ClusterMember:
     process: str = ""
     http_address: str = ""
     takes_loras: bool = True
+    computes_prompts: bool = False
 
     @property
     def id(self) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from moonpool.base.errors import MoonpoolError, StreamBroken
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.conductor.core.events import Event, StopRequested, TokensArrived
+from moonpool.conductor.core.events import Event, PromptComputed, StopRequested, TokensArrived
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.decode_streams import NewTokens
 from moonpool.conductor.generate_stream import GenerateStream
-from moonpool.conductor.proto_conversion import error_of, failure_of, finish_of
-from moonpool.v1 import kv_pb2
+from moonpool.conductor.proto_conversion import error_of, failure_of, finish_of, prefill_measurements
+from moonpool.v1 import kv_pb2, prefill_pb2
 
 log = get_logger(__name__)
 
@@ -25,6 +25,7 @@ class SequenceSubscription:
         post: hands an event to the core.
         end: ends the call with a result; with `cancel` decode does not know the end yet.
         stop: stops one choice at decode.
+        clock: seconds.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SequenceSubscription:
         post: Callable[[Event], None],
         end: Callable[..., None],
         stop: Callable[[int], None],
+        clock: Callable[[], float],
     ) -> None:
         self._io = io
         self._sequence = sequence
@@ -42,12 +44,15 @@ class SequenceSubscription:
         self._post = post
         self._end = end
         self._stop = stop
+        self._clock, self._began = clock, clock()
         self._running = set(range(len(stream.choices)))  # choices that decode has not ended
         self._posted = False
 
     def add_tokens(self, new: NewTokens) -> bool:
         """Take tokens; see `SequenceSubscriber`. Known tokens are dropped; a gap ends the call with a failure."""
         try:
+            if new.prompt is not None:
+                self._prompt_computed(new.prompt)
             self._added(new.choice, self._stream.add_tokens(new, self._sequence), new.reason)
         except StreamBroken as error:
             self._end(failure_of(error), cancel=True)
@@ -56,6 +61,14 @@ class SequenceSubscription:
             end_after_defect(self._stream, self._post)
             return True
         return not self._running
+
+    def _prompt_computed(self, first: prefill_pb2.FirstToken) -> None:
+        """The instance has computed the prompt, in the time since the start."""
+        stream = self._stream
+        keys = stream.sequence_spec(self._sequence).block_keys if stream.sequence == self._sequence else b""
+        how = prefill_measurements(first, keys, self._clock() - self._began)
+        stream.add_prompt(first, self._sequence)
+        self._post(PromptComputed(self._io, how))
 
     def _added(self, choice: int, count: int, reason: kv_pb2.FinishReason.ValueType) -> None:
         """A choice has `count` more tokens."""

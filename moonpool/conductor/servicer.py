@@ -217,6 +217,7 @@ class ConductorServicer:
                 load=member.load,
                 indexed_blocks=self.core.cluster.index.held(member.id),
                 total_blocks=member.total_blocks,
+                computes_prompts=member.computes_prompts,
             )
             for member in registry
         ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from moonpool.base.answer_formats import FORMATS, REASONING_FORMATS
 from moonpool.base.config import ByteSize, ListenAddress, PeerAddresses, ServiceConfig
 from moonpool.base.errors import ConfigError
 
@@ -20,6 +21,17 @@ def _split(value: Any) -> Any:
     return tuple(name for part in parts for name in (piece.strip() for piece in part.split(",")) if name)
 
 
+def _one_of(*names: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
+
+
+ToolParserName = Annotated[str, _one_of("auto", "none", *FORMATS)]
+ReasoningParserName = Annotated[str, _one_of("auto", "none", *REASONING_FORMATS)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
@@ -28,7 +40,7 @@ class GatewayConfig(ServiceConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "model": ("model", "served_model_name", "chat_template", "tool_call_parser"),
+        "model": ("model", "served_model_name", "chat_template", "tool_call_parser", "reasoning_parser"),
         "HTTP": ("api_keys", "allowed_hosts", "allowed_origins", "ssl_certfile", "ssl_keyfile"),
     }
     listen: ListenAddress = Field(
@@ -120,6 +132,15 @@ class GatewayConfig(ServiceConfig):
         description="SQLite file of the stored responses and conversations, which outlives the gateway; gateways of "
         "one machine may share the file. Default: in memory",
     )
+    batch_dir: Path | None = Field(
+        None,
+        description="folder of files and batches (/v1/files, /v1/batches), which outlive the gateway; one gateway to a "
+        "folder. Default: the gateway keeps none",
+    )
+    batch_bytes: ByteSize = Field(1 << 30, ge=1 << 10, description="bytes of files that a tenant may keep in batch_dir")
+    batch_concurrency: int = Field(
+        16, ge=1, description="requests of batches that run at the same time; none begins while other requests wait"
+    )
     max_background_responses: int = Field(
         64, ge=0, description="background responses of one tenant that may be under way at the same time"
     )
@@ -130,11 +151,15 @@ class GatewayConfig(ServiceConfig):
             "file with a chat template (Jinja) in place of the checkpoint's; give the file to the conductor, too"
         ),
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic"] = Field(
-        "auto", description="format of the model's tool calls; auto: derived from the chat template"
+    tool_call_parser: ToolParserName = Field(
+        "auto",
+        description="format of the model's tool calls, by vLLM's name, for example hermes, kimi_k2 or qwen3_coder "
+        "(gateway.md lists all); auto: derived from the chat template; none: unknown",
     )
-    reasoning_parser: Literal["auto", "none", "think", "magistral", "seed", "cohere"] = Field(
-        "auto", description="marks around the model's thinking; auto: derived from the chat template"
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="marks around the model's thinking, by vLLM's name, for example deepseek_r1, mistral or gemma4; "
+        "auto: derived from the chat template; none: the model does not think",
     )
 
     embedding_dimensions: Literal["auto", "any", "none"] = Field(

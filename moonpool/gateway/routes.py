@@ -18,10 +18,12 @@ from starlette.routing import Route
 from moonpool.base.errors import MoonpoolError
 from moonpool.gateway.endpoints import (
     anthropic_messages,
+    batches,
     cluster,
     context_caching,
     dashboard,
     embeddings,
+    files,
     lora_adapters,
     models,
     openai_chat,
@@ -75,6 +77,15 @@ ROUTES: Sequence[Endpoint] = (
         "POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens, anthropic_messages.anthropic_error_body
     ),
     Endpoint("POST", "/v1/prefetch", prefetch.prefetch),
+    Endpoint("POST", "/v1/files", files.upload_file),
+    Endpoint("GET", "/v1/files", files.list_files),
+    Endpoint("GET", "/v1/files/{name}", files.get_file),
+    Endpoint("GET", "/v1/files/{name}/content", files.get_file_content),
+    Endpoint("DELETE", "/v1/files/{name}", files.delete_file),
+    Endpoint("POST", "/v1/batches", batches.create_batch),
+    Endpoint("GET", "/v1/batches", batches.list_batches),
+    Endpoint("GET", "/v1/batches/{name}", batches.get_batch),
+    Endpoint("POST", "/v1/batches/{name}/cancel", batches.cancel_batch),
     Endpoint("POST", "/tokenize", tokenization.tokenize),
     Endpoint("POST", "/detokenize", tokenization.detokenize),
     Endpoint("GET", "/tokenizer_info", tokenization.tokenizer_info),

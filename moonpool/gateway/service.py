@@ -7,11 +7,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 
 from starlette.applications import Starlette
 
 from moonpool.base import world
-from moonpool.base.checkpoint import Tokenizer, model_name, resolve
+from moonpool.base.checkpoint import Tokenizer, architecture_of, model_name, resolve
 from moonpool.base.config import parse_address
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.api_keys import ApiKeys
@@ -21,6 +22,9 @@ from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
 from moonpool.client import AsyncClient, ClusterState
+from moonpool.gateway.batches.in_process import InProcessClient
+from moonpool.gateway.batches.runner import BatchRunner
+from moonpool.gateway.batches.store import BatchStore
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.gateway.responses.background import BackgroundResponses
@@ -57,9 +61,11 @@ log = get_logger(__name__)
 
 @asynccontextmanager
 async def application(
-    config: GatewayConfig, checkpoint_tokenizer: Tokenizer, metrics: PrometheusMetrics
+    config: GatewayConfig, checkpoint_tokenizer: Tokenizer, metrics: PrometheusMetrics, architecture: str = ""
 ) -> AsyncIterator[tuple[Starlette, MetricSet]]:
     """Run a gateway without an HTTP server while the body of the `async with` runs.
+
+    `architecture` is the model's class, if it is known.
 
     Yields the ASGI application, and the metrics for the stored responses and the process.
 
@@ -79,33 +85,77 @@ async def application(
             )
         )
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
-        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
+        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers, architecture)
+        tell_formats(tokenizer)
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
         handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
+        handlers = replace(handlers, batches=await stack.enter_async_context(running_batches(config, handlers)))
         app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
         watched = MetricSet().add(RESPONSE_METRICS, responses).add(BODY_METRICS, bodies.memory)
         yield app, watched.add(PROCESS_METRICS, None)
 
 
 @asynccontextmanager
-async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> AsyncIterator[str]:
+async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer, architecture: str = "") -> AsyncIterator[str]:
     """Run a gateway while the body of the `async with` runs. Yields the address that the gateway advertises.
+
+    `architecture` is the model's class, if it is known.
 
     Raises:
         ConfigError: a setting is wrong.
     """
     metrics = PrometheusMetrics(config.service())
     async with (
-        application(config, checkpoint_tokenizer, metrics) as (app, watched),
+        application(config, checkpoint_tokenizer, metrics, architecture) as (app, watched),
         http_serving(app, config) as (server, port),
     ):
         metrics.watch(watched.add(SERVER_METRICS, server))
         metrics.ready = lambda: ""
         async with metrics.served(config.metrics_listen):
             yield config.advertised(port)
+
+
+@asynccontextmanager
+async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> AsyncIterator[BatchRunner | None]:
+    """Run the batches of `config.batch_dir` while the body of the `async with` runs; None without such a folder.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    if config.batch_dir is None:
+        yield None
+        return
+
+    async def waiting() -> int:
+        queue = (await handlers.cluster.state()).queue
+        return queue.for_limits + queue.for_room
+
+    with world.thread_pool(1, "batches") as threads:
+        store = BatchStore(config.batch_dir, config.batch_bytes, threads, world.unix_time)
+        app = make_app(handlers, AllowedHosts(["*"]))  # the runner's own: any host is the gateway itself
+        runner = BatchRunner(store, InProcessClient(app), waiting, config.batch_concurrency, config.max_body_bytes)
+        running = asyncio.create_task(runner.run())
+        try:
+            yield runner
+        finally:
+            running.cancel()
+            await runner.close()
+            store.close()
+
+
+def tell_formats(tokenizer: GatewayTokenizer) -> None:
+    """Write to the log how answers are read."""
+    row, reasoning = tokenizer.found.row, tokenizer.found.reasoning
+    calls, thinking = (
+        row.name if row is not None else "unknown",
+        reasoning.names[0] if reasoning is not None else "none",
+    )
+    log.info("answers are read", tool_call_parser=calls, reasoning_parser=thinking)
+    if tokenizer.found.note:
+        log.warning(tokenizer.found.note)
 
 
 @contextmanager
@@ -202,8 +252,9 @@ async def serve(context: ProcessContext, config: GatewayConfig) -> None:
         ConfigError: a setting is refused.
         CheckpointError: the checkpoint cannot be read.
     """
-    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(resolve(config.model), config.chat_template))
-    async with gateway(config, tokenizer) as address:
+    path = await asyncio.to_thread(resolve, config.model)
+    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(path, config.chat_template))
+    async with gateway(config, tokenizer, await asyncio.to_thread(architecture_of, path)) as address:
         log.info("serving", address=address, conductor=config.conductor)
         context.announce(address)
         await context.stopping.wait()

@@ -2327,10 +2327,13 @@ class InstanceState(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
     indexed_blocks: _builtins.int
     """Blocks the index lists for it."""
     total_blocks: _builtins.int
     """KV blocks in its pool."""
+    computes_prompts: _builtins.bool
+    """A decode instance in the role both, which computes whole prompts."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who."""
@@ -2346,10 +2349,11 @@ class InstanceState(_message.Message):
         load: Global___LoadReport | None = ...,
         indexed_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
+        computes_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computes_prompts", b"computes_prompts", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

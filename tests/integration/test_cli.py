@@ -305,6 +305,7 @@ def test_model_create_and_inspect(tmp_path: Path) -> None:
     report = json.loads(shown.stdout)
     assert report["architecture"] == "Qwen3ForCausalLM"
     assert report["parameters"] > 0
+    assert (report["tool_call_parser"], report["reasoning_parser"]) == ("hermes", "none")
     assert report["kv_token_bytes"] * report["block_size"] == report["kv_block_bytes"]
     assert report["fit_tokens"] == report["fit_blocks"] * report["block_size"] > 0
     beside_kv = report["weight_bytes"] + report["work_bytes"] + report["program_bytes"]

@@ -56,8 +56,8 @@ def ask_at_once(stack: CheckedStack, asked: list[tuple[list[int], SamplingParams
 
 def test_there_is_one_engine_and_it_takes_both_parts(one: CheckedStack, reference: Reference) -> None:
     with Client(one.address) as client:
-        kinds = {instance.id: instance.kind for instance in client.cluster_state().instances}
-    assert kinds == {"kvstore-0": "kvstore", ENGINE: "decode"}
+        kinds = {instance.id: instance.role for instance in client.cluster_state().instances}
+    assert kinds == {"kvstore-0": "kvstore", ENGINE: "both"}
     result = ask(one, prompt := tokens(100, "one engine"))
     reference.assert_greedy(prompt, result.token_ids)
     assert (result.placement.prefill, result.placement.decode) == (ENGINE, ENGINE)

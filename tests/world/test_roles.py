@@ -14,11 +14,8 @@ from tests.journals import check_journals
 from tests.world.cluster import Cluster, Simulation, answer, prompt, rpc, until
 from tests.world.process import on_virtual_time
 
-ENGINE = ["--block-size", "16", "--set", "either_role=true", "--set", "drain_s=4"]
-FLAGS = {
-    "prefill": [*ENGINE, "--max-num-batched-tokens", "256", "--set", "grace_s=1"],
-    "decode": [*ENGINE, "--set", "max_queue=50"],
-}
+ENGINE = ["--block-size", "16", "--max-num-batched-tokens", "256", "--set", "either_role=true"]
+FLAGS = {"prefill": [*ENGINE, "--set", "grace_s=1"], "decode": [*ENGINE, "--set", "max_queue=50"]}
 OTHER = {"prefill": kv_pb2.INSTANCE_KIND_DECODE, "decode": kv_pb2.INSTANCE_KIND_PREFILL}
 CLIENTS, CHANGES = 6, 12
 LONGEST = 60
@@ -67,11 +64,26 @@ async def change(cluster: Cluster, client: AsyncClient, drawn: random.Random) ->
     return name
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "drain_s", "killed"),
+    [
+        (1, 4.0, ()),
+        (3, 0.1, ()),
+        pytest.param(4, 0.1, (), marks=pytest.mark.slow),
+        pytest.param(5, 1.0, ("conductor-1",), marks=pytest.mark.slow),
+        pytest.param(6, 1.0, ("kvstore-0", "decode-1"), marks=pytest.mark.slow),
+    ],
+)
 @on_virtual_time
-async def test_roles_change_while_clients_ask(simulation: Simulation, tmp_path: Path, seed: int) -> None:
-    """Answers are whole; each instance lives on at its address, and all that was held comes back."""
-    cluster = Cluster(simulation, {"conductor": 2, "prefill": 2, "decode": 2, "kvstore": 1}, FLAGS)
+async def test_roles_change_while_clients_ask(
+    simulation: Simulation, tmp_path: Path, seed: int, drain_s: float, killed: tuple[str, ...]
+) -> None:
+    """Answers are whole, also if instances give up what does not end in time; all that was held comes back.
+
+    `killed`: services that are killed meanwhile, and start again.
+    """
+    flags = {kind: [*given, "--set", f"drain_s={drain_s}"] for kind, given in FLAGS.items()}
+    cluster = Cluster(simulation, {"conductor": 2, "prefill": 2, "decode": 2, "kvstore": 1}, flags)
     for service in cluster.services.values():
         if service.kind in OTHER:
             service.journals = tmp_path
@@ -81,8 +93,12 @@ async def test_roles_change_while_clients_ask(simulation: Simulation, tmp_path: 
     async with AsyncClient(cluster.addresses) as client:
         asking = [asyncio.ensure_future(ask(client, number, stop)) for number in range(CLIENTS)]
         changed = set()
-        for _ in range(CHANGES):
+        for number in range(CHANGES):
             await asyncio.sleep(drawn.uniform(0.0, 2.0))
+            if killed and number % 3 == 2:
+                service = cluster.services[killed[number // 3 % len(killed)]]
+                service.kill()
+                await service.start()
             changed.add(await change(cluster, client, drawn))
         stop.set()
         assert min(await asyncio.gather(*asking)) > 0
@@ -90,7 +106,9 @@ async def test_roles_change_while_clients_ask(simulation: Simulation, tmp_path: 
         for name, kind in (await kinds(client)).items():
             cluster.services[name].kind_now = kind
         await cluster.rest()
-    assert {name: service.address for name, service in cluster.services.items()} == addresses
+    assert {name: cluster.services[name].address for name in addresses if name not in killed} == {
+        name: address for name, address in addresses.items() if name not in killed
+    }
     assert not any(service.task.done() for service in cluster.services.values())
     await cluster.drain()
     assert check_journals(tmp_path) > 0

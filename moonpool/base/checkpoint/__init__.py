@@ -14,6 +14,7 @@ from moonpool.base.checkpoint.config import (
 )
 from moonpool.base.checkpoint.formats import (
     CheckpointReport,
+    architecture_of,
     held_quantization,
     inspect_checkpoint,
     load_config,
@@ -34,6 +35,7 @@ __all__ = [
     "RopeScaling",
     "StopWatcher",
     "Tokenizer",
+    "architecture_of",
     "config_hash",
     "held_quantization",
     "inspect_checkpoint",

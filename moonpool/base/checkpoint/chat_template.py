@@ -15,8 +15,10 @@ from typing import Any
 
 from jinja2 import Template, meta
 
+from moonpool.base.answer_formats import found_format
 from moonpool.base.checkpoint.generic_tools import with_generic_tools
 from moonpool.base.checkpoint.past_calls import past_arguments
+from moonpool.base.checkpoint.past_ids import with_own_ids
 from moonpool.base.checkpoint.template_sandbox import TemplateSandbox, begin_rendering, bounded_text
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
@@ -176,6 +178,7 @@ class ChatTemplates:
         self.default = ChatTemplate(sources["default"], special)
         self.tool_use = ChatTemplate(sources["tool_use"], special) if "tool_use" in sources else self.default
         self._control = control
+        self._row = found_format(self.tool_use.source).row
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -196,7 +199,8 @@ class ChatTemplates:
         for name in options.template_kwargs:
             if name in _RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"cannot set {name}")
-        turns, offered = [_plain_json(message) for message in messages], _plain_json(tools)
+        turns = with_own_ids([_plain_json(message) for message in messages], self._row)
+        offered = _plain_json(tools)
         kwargs = _plain_json(options.template_kwargs)
         begin, end, stop = self._control.choose_marks(json.dumps([turns, offered, kwargs], ensure_ascii=False))
         turns = [self._marked_turn(turn, begin, end, f"messages.{index}") for index, turn in enumerate(turns)]

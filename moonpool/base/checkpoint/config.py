@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,9 @@ END_OF_TURN = (
 """Special tokens' texts that end an answer even if no id says so: files often name one end token, chat models have
 several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
 """
+_CHANNEL_ENDS = ("<|return|>", "<|call|>")
+"""Ends of an answer in channels (gpt-oss). Where a vocabulary has both, `<|end|>` ends a message, and more follow."""
+_MESSAGE_END = "<|end|>"
 #: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")
 _LATER = (
@@ -40,6 +43,16 @@ _LATER = (
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
+
+
+def ends_answer(special: Collection[str]) -> frozenset[str]:
+    """Return which of a vocabulary's special tokens end an answer by their text, where the files leave the ends open.
+
+    `special` are the texts of the special tokens.
+    """
+    found = frozenset(special) & frozenset(END_OF_TURN)
+    has_channels = all(text in special for text in _CHANNEL_ENDS)
+    return (found - {_MESSAGE_END}) | frozenset(_CHANNEL_ENDS) if has_channels else found
 
 
 class TokenizerParts(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from moonpool.base.checkpoint.config import END_OF_TURN, TokenizerParts
+from moonpool.base.checkpoint.config import TokenizerParts, ends_answer
 from moonpool.base.errors import CheckpointError, MoonpoolError
 from moonpool.base.families.fields import read_json
 
@@ -106,19 +106,19 @@ def _folder_tokenizer(folder: Path) -> TokenizerParts:
     return TokenizerParts(backend, _chat_templates(folder, settings.fields), special)
 
 
-def folder_end_tokens(folder: Path) -> tuple[int, ...]:
+def folder_end_tokens(folder: Path, *, by_text: bool = True) -> tuple[int, ...]:
     """Return the ids of tokens that end an answer, as the tokenizer says.
 
-    These are `eos_token`, and special tokens whose text ends a turn in chat templates.
+    These are `eos_token`, and with `by_text` special tokens whose text ends a turn in chat templates.
 
     Raises:
         CheckpointError: a file is malformed.
     """
     with _named(folder):
-        return _folder_end_tokens(folder)
+        return _folder_end_tokens(folder, by_text=by_text)
 
 
-def _folder_end_tokens(folder: Path) -> tuple[int, ...]:
+def _folder_end_tokens(folder: Path, *, by_text: bool) -> tuple[int, ...]:
     """See `folder_end_tokens`."""
     if not (folder / _TOKENIZER).exists():
         return ()
@@ -130,7 +130,9 @@ def _folder_end_tokens(folder: Path) -> tuple[int, ...]:
     ids |= {token.content: index for index, token in added.items()}
     eos = settings.special.get("eos_token")
     texts = [eos.content] if eos is not None else []
-    texts += [token.content for token in added.values() if token.special and token.content in END_OF_TURN]
+    if by_text:
+        ends = ends_answer([token.content for token in added.values() if token.special])
+        texts += [token.content for token in added.values() if token.content in ends]
     return tuple(dict.fromkeys(ids[text] for text in texts if text in ids))
 
 

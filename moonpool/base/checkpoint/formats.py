@@ -10,14 +10,14 @@ from pathlib import Path
 from blake3 import blake3
 
 from moonpool.base.checkpoint.config import ModelConfig, ModelImpl, config_hash, kv_layout, resolve_dtype
-from moonpool.base.checkpoint.gguf import gguf_parts, is_gguf
+from moonpool.base.checkpoint.gguf import GgufFile, gguf_parts, is_gguf
 from moonpool.base.checkpoint.gguf_config import gguf_config
 from moonpool.base.checkpoint.gguf_tensors import gguf_index
 from moonpool.base.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.base.checkpoint.model_cards import card_sampling
 from moonpool.base.checkpoint.tensor_info import Quantization, TensorInfo
 from moonpool.base.checkpoint.weight_formats import PACKED_BYTES
-from moonpool.base.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from moonpool.base.errors import CheckpointError, InvalidRequest, MoonpoolError, UnsupportedModel
 from moonpool.base.families import names_of
 from moonpool.base.families.spec import described_ways
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
@@ -47,6 +47,17 @@ def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig
     if config.default_sampling.given:
         return config
     return replace(config, default_sampling=card_sampling(Path(path)))
+
+
+def architecture_of(path: Path | str) -> str:
+    """Return the model's class as the checkpoint names it; "" if it names none, or cannot be read."""
+    try:
+        if is_gguf(path):
+            return str(GgufFile.read(Path(path)).metadata.get("general.architecture", ""))
+        names = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError, MoonpoolError):
+        return ""
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def weight_files(path: Path | str) -> list[Path]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from moonpool.base.checkpoint.config import (
     DTYPES,
-    END_OF_TURN,
     DefaultSampling,
     ModelConfig,
     check_shape,
+    ends_answer,
 )
 from moonpool.base.checkpoint.gguf import GgufFile
 from moonpool.base.errors import CheckpointError, UnsupportedModel
@@ -251,9 +251,7 @@ def _end_tokens(file: GgufFile, fields: JsonFields) -> tuple[int, ...]:
     """Return the tokens that end an answer; the token that the file names comes first."""
     ids = [_token_id(file, fields, f"tokenizer.ggml.{key}") for key in _END_IDS]
     tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
-    ids += [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if _end_ids(token, kind)]
+    control = {str(tokens[i]): i for i, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL_TOKEN}
+    ends = ends_answer(control)
+    ids += [i for token, i in control.items() if token in ends]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
-
-
-def _end_ids(token: Any, kind: Any) -> bool:
-    return kind == _CONTROL_TOKEN and token in END_OF_TURN

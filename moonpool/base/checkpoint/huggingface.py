@@ -253,10 +253,12 @@ def _token_ids(fields: JsonFields, name: str) -> tuple[int, ...]:
 def _end_tokens(folder: Path, fields: JsonFields, generation: JsonFields) -> tuple[int, ...]:
     """Return the tokens that end an answer: both configurations' and the tokenizer's together.
 
-    Fine-tuned folders often change only one of the three places.
+    Fine-tuned folders often change only one of the three places. Where the configuration of generation names several
+    tokens, somebody has thought of all ends, and no token is an end by its text alone.
     """
-    given = (*_token_ids(generation, "eos_token_id"), *_token_ids(fields, "eos_token_id"))
-    return tuple(dict.fromkeys((*given, *folder_end_tokens(folder))))
+    named = _token_ids(generation, "eos_token_id")
+    given = (*named, *_token_ids(fields, "eos_token_id"))
+    return tuple(dict.fromkeys((*given, *folder_end_tokens(folder, by_text=len(named) <= 1))))
 
 
 def _default_sampling(fields: JsonFields) -> DefaultSampling:

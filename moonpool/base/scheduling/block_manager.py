@@ -199,6 +199,15 @@ class BlockManager:
             assert self._key_of[block] is None, f"block {block} is complete without"
             self._put_slot(block, self._take_slot())
 
+    def take_slots_back(self, blocks: Iterable[int]) -> None:
+        """Free the window slots of used blocks without key, in which nothing was written that counts."""
+        if not self._window_blocks:
+            return
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} is not used"
+            assert self._key_of[block] is None, f"block {block} is complete with its slot"
+            self._drop_slot(block)
+
     def pass_windows(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
         """Note that a request is past the blocks' window: the request reads no windowed slices there any more.
 

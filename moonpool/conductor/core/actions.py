@@ -19,6 +19,10 @@ class CallReserve:
     """Ask a decode instance for memory. Ends with `ReserveGranted` or a failure; never cancelled.
 
     `tbt_slo_s` must be kept from `starts_in_s` seconds on.
+
+    Attributes:
+        computes_prompt: the instance computes the prompt, too. A refusal for the reason `STALE` says that prompts there
+            take longer than `max_queue_s` seconds; None = never for that reason.
     """
 
     io: int
@@ -29,6 +33,8 @@ class CallReserve:
     tbt_slo_s: float | None
     starts_in_s: float
     stores: tuple[str, ...]
+    computes_prompt: bool = False
+    max_queue_s: float | None = None
 
 
 @frozen
@@ -54,6 +60,9 @@ class StartDecode:
     """Send decode the first token and follow the sequence. `CancelIo` ends the sequence there, too.
 
     With `compute`, decode computes the missing part of the prompt, and the first token.
+
+    Attributes:
+        plan: the decision, if the instance is in the role both: what to load and write back, and the prompt's place.
     """
 
     io: int
@@ -61,6 +70,7 @@ class StartDecode:
     sequence: str
     target: DecodeReservation
     compute: bool = False
+    plan: RoutingDecision | None = None
 
 
 @frozen

@@ -21,6 +21,8 @@ HOPELESS_RETRY_S = 60.0
 MIN_RETRY_S = 0.1
 TOO_SLOW_RETRY_S = 1.0
 NO_ROOM_RETRY_S = 1.0
+TTFT_SLO = "ttft_slo"
+"""Reason of a refusal because the first token would come too late."""
 
 
 class AdmissionMode(Enum):
@@ -144,7 +146,7 @@ def check_ttft(slo: SloLimits, ttft_s: float, alone_s: float, elapsed_s: float =
     return Failure(
         FailureKind.OVERLOADED,
         f"predicted time to first token {predicted:.3f} s exceeds the limit of {slo.ttft_s:.3f} s",
-        reason="ttft_slo",
+        reason=TTFT_SLO,
         predicted_ttft_s=predicted,
         slo_s=slo.ttft_s,
         retry_after_s=max(excess, MIN_RETRY_S) if alone_s <= slo.ttft_s else HOPELESS_RETRY_S,

@@ -151,6 +151,7 @@ class AttemptCalls:
             demand.choices,
             spec.stratum,
             begins_at,
+            prompt_s=decision.prefill.prefill_s if decision.at_decode else 0.0,
         )
         claim = self._cluster.claim_decode(choice.id, answer)
         epoch = self._cluster.epoch(choice.id)
@@ -169,8 +170,17 @@ class AttemptCalls:
                 tbt_slo_s=None if request.recovering else spec.slo.tbt_s,
                 starts_in_s=self._gate.starts_in_s(decision),
                 stores=tuple(store.id for store in decision.write_back),
+                computes_prompt=decision.both,
+                max_queue_s=self._max_queue_s(request, attempt, now) if decision.both else None,
             )
         )
+
+    def _max_queue_s(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> float | None:
+        """Return the longest queue that a prompt may meet at an instance in the role both; None = any."""
+        decision = attempt.decision
+        if decision.prefill.id in request.full:  # the others have no place, either
+            return None
+        return self.stale_check.max_queue_s(decision, request.stale_answers, now)
 
     def reserve_overdue(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """A `CallReserve` takes too long: another instance may be asked meanwhile."""
@@ -221,6 +231,8 @@ class AttemptCalls:
         attempt.pending_reserve, attempt.overdue_reserves = 0, []  # further reservations are not waited for
         attempt.tpot = attempt.tpot._replace(tbt_s=result.tbt_s)
         self._cluster.acknowledged(attempt.decode_claim, result.taken)
+        if attempt.decision.both:
+            self._cluster.acknowledged(attempt.prefill_claim, result.taken)
         self.renew(call.request, attempt, now)
         return True
 
@@ -271,7 +283,7 @@ class AttemptCalls:
         self.stale_check.answered(instance, stale, now)
 
     def first_token(self, attempt: ScheduledAttempt, now: float) -> None:
-        """The prefill instance has given the first token: the prompt counts there no more."""
+        """The prompt is computed: the prompt counts there no more."""
         attempt.enter_prefill(PrefillPhase.FIRST_TOKEN)
         attempt.first_token_at = now
         attempt.overtaken = self._cluster.overtaken(attempt.prefill_claim)
@@ -280,9 +292,9 @@ class AttemptCalls:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def start_sequence(self, request: ScheduledRequest, attempt: ScheduledAttempt, *, compute: bool = False) -> None:
+    def start_sequence(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Start the sequence at decode; the start call holds the reserved memory from now on."""
-        target, number = attempt.reservation, request.spec.number
+        target, number, decision = attempt.reservation, request.spec.number, attempt.decision
         assert target is not None
         attempt.enter_decode(DecodePhase.STARTED)
         claim, attempt.decode_claim = attempt.decode_claim, 0
@@ -290,16 +302,28 @@ class AttemptCalls:
             OpenCall(CallKind.SEQUENCE, number, attempt.sequence, target.decode, target.epoch, claim)
         )
         self._timers.clear((TimerKind.RENEWAL, number))
-        self._actions.append(StartDecode(attempt.sequence_io, number, attempt.sequence, target, compute))
+        plan = decision if decision.both else None
+        start = StartDecode(attempt.sequence_io, number, attempt.sequence, target, decision.computed_at_decode, plan)
+        self._actions.append(start)
 
     def compute_at_decode(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> None:
-        """Start the sequence at decode, which computes the rest of the prompt: prefill is not called."""
+        """Start the sequence at decode, which computes what it lacks of the prompt: prefill is not called."""
+        if attempt.decision.both:  # the prompt counts there until it is computed
+            attempt.enter_prefill(PrefillPhase.CALLED)
+            self.start_sequence(request, attempt)
+            return
         self._release_prefill(attempt, now)
         attempt.enter_prefill(PrefillPhase.ENDED)
         attempt.delivered = True
         if request.spec.choices == 1:
             self._cluster.forecasts.lengths.begin(request.spec.number, request.spec.stratum)
-        self.start_sequence(request, attempt, compute=True)
+        self.start_sequence(request, attempt)
+
+    def prompt_computed(self, attempt: ScheduledAttempt, now: float) -> None:
+        """An instance in the role both has computed the prompt, whose KV is where the answer runs."""
+        self.first_token(attempt, now)
+        attempt.enter_prefill(PrefillPhase.ENDED)
+        attempt.delivered = True
 
     def take_over(self, request: ScheduledRequest, now: float) -> None:
         """Take over the sequence that another conductor started.
@@ -383,7 +407,7 @@ class AttemptCalls:
         # Prefill still writes blocks to kvstores; a cancel would lose them.
         if attempt.prefill_phase is PrefillPhase.FIRST_TOKEN and complete:
             self._timers.set((TimerKind.LINGER, attempt.prefill_io), now + LINGER_S)
-        elif attempt.prefill_phase in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN):
+        elif attempt.prefill_phase in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN) and attempt.prefill_io:
             self._actions.append(CancelIo(attempt.prefill_io))
         if attempt.decode_phase is DecodePhase.RESERVED:
             assert attempt.reservation is not None
@@ -422,7 +446,7 @@ class AttemptCalls:
         prefill, decode, calls = attempt.prefill_phase, attempt.decode_phase, self.open
         assert (prefill in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED)) == bool(attempt.prefill_claim)
         if prefill in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN):
-            assert attempt.prefill_io in calls
+            assert attempt.prompt_io in calls
         assert (decode in (DecodePhase.STARTED, DecodePhase.STREAMING)) == (attempt.sequence_io in calls)
         assert (decode is DecodePhase.RESERVED) == bool(attempt.decode_claim)
         if decode is DecodePhase.RESERVING:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.base.scheduling.latency import decode_step_seconds
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.conductor.core.decode_instance import DecodeInstanceState, PlacedAnswer
 from moonpool.conductor.core.decode_pool import DecodePool
@@ -67,7 +68,7 @@ class ClusterView:
 
     @property
     def ready(self) -> bool:
-        """Whether at least one prefill and one decode instance take requests."""
+        """Whether prompts and answers can be computed: an instance in the role both is enough."""
         return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
 
     def epoch(self, instance_id: str) -> int:
@@ -103,7 +104,7 @@ class ClusterView:
             self._take_out(earlier)
         self.index.add_instance(facts.id, reports_ssd=facts.reports_ssd)
         # The same process has only lost its stream: its queue and what was learnt of it are as before.
-        same = earlier if earlier is not None and earlier.facts.epoch == facts.epoch else None
+        same = earlier if earlier is not None and _is_same(earlier.facts, facts) else None
         instance = same or new_instance(facts, now)
         instance.slot = self.index.slot(facts.id)
         if isinstance(instance, StoreInstanceState):
@@ -133,6 +134,7 @@ class ClusterView:
             case DecodeInstanceState():
                 instance.report(load, now, self._slow_factor)
                 self.decodes.changed(instance)
+                self._report_prompts(instance, now)
             case StoreInstanceState():
                 self.stores.report(instance, load)
 
@@ -161,9 +163,22 @@ class ClusterView:
                     self.prefills.move(instance, slot)
                 case DecodeInstanceState():
                     self.decodes.move(instance, slot)
+                    if instance.prompts is not None:
+                        self.prefills.move(instance.prompts, slot)
                 case StoreInstanceState():
                     instance.slot, instance.memory = slot, self.index.memory(instance_id)
         return applied is KeyEventResult.RESYNC
+
+    def _report_prompts(self, instance: DecodeInstanceState, now: float) -> None:
+        """A decode instance in the role both has reported: its prompts, and the answers that run beside them."""
+        prompts, load = instance.prompts, instance.load
+        if prompts is None:
+            return
+        running = load.running
+        prompts.step_s = decode_step_seconds(instance.speeds, running, load.context_tokens) if running else 0.0
+        prompts.report(load.of_prompts, now, self._slow_factor)
+        self.prefills.in_flight.reported(instance.facts.id)
+        self.prefills.changed(prompts)
 
     def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
         """Drop blocks that an instance was found not to hold, unless they were reported after `version`."""
@@ -261,15 +276,13 @@ class ClusterView:
         """
         for instance in self._claims.get(claim, ()):
             instance.acknowledged(claim, number)
-            if self._instances.get(instance.facts.id) is instance:
-                self._changed(instance)
+            self._changed(instance)
 
     def answer_grew(self, claim: int, tokens: int, now: float) -> None:
         """Note that the answer of a claim has `tokens` tokens now; unknown claims are fine."""
         for instance in self._claims.get(claim, ()):
             if isinstance(instance, DecodeInstanceState):
-                answer = instance.answers[claim]
-                answer.generated, answer.reported_at = tokens, now
+                instance.grew(claim, tokens, now)
 
     def release(self, claim: int, now: float) -> None:
         """Stop counting a claim: the prompt has a first token, the answer has ended, or neither will happen.
@@ -284,8 +297,7 @@ class ClusterView:
                     instance.release(claim, now)
                 case DecodeInstanceState():
                     instance.release(claim)
-            if self._instances.get(instance.facts.id) is instance:
-                self._changed(instance)
+            self._changed(instance)
 
     @property
     def claims(self) -> list[int]:
@@ -338,6 +350,9 @@ class ClusterView:
                 self.prefills.add(instance)
             case DecodeInstanceState():
                 self.decodes.add(instance)
+                if instance.prompts is not None:
+                    instance.prompts.slot = instance.slot
+                    self.prefills.add(instance.prompts)
             case StoreInstanceState():
                 self.stores.add(instance)
         self.shape = self.shape or instance.facts.shape
@@ -346,20 +361,27 @@ class ClusterView:
         del self._instances[instance.facts.id]
         match instance:
             case PrefillInstanceState():
-                self.prefills.remove(instance)
-                self.prefills.in_flight.lost(instance.facts.id)
+                self._take_out_prompts(instance)
             case DecodeInstanceState():
                 self.decodes.remove(instance)
+                if instance.prompts is not None:
+                    self._take_out_prompts(instance.prompts)
             case StoreInstanceState():
                 self.stores.remove(instance)
         if not len(self.prefills) and not len(self.decodes):  # engines of another model may come now
             self.shape = None
             self.prefills.largest_blocks = self.decodes.largest_blocks = 0
 
+    def _take_out_prompts(self, instance: PrefillInstanceState) -> None:
+        self.prefills.remove(instance)
+        self.prefills.in_flight.lost(instance.facts.id)
+
     def _changed(self, instance: PrefillInstanceState | DecodeInstanceState) -> None:
+        """Rank an instance anew if it is still a member."""
         if isinstance(instance, PrefillInstanceState):
-            self.prefills.changed(instance)
-        else:
+            if self.prefills.get(instance.facts.id) is instance:
+                self.prefills.changed(instance)
+        elif self.decodes.get(instance.facts.id) is instance:
             self.decodes.changed(instance)
 
     def _new_claim(self) -> tuple[int, list[PrefillInstanceState | DecodeInstanceState]]:
@@ -383,8 +405,12 @@ class ClusterView:
             self.replication,
         ):
             part.check_invariants()
-        pools: Iterator[AnyInstance] = iter([*self.prefills, *self.decodes, *self.stores])
+        prompts = {decode.facts.id: decode.prompts for decode in self.decodes if decode.prompts is not None}
+        assert {name for name in prompts if self.prefills.get(name) is prompts[name]} == prompts.keys()
+        plain = [prefill for prefill in self.prefills if prefill.facts.id not in prompts]
+        pools: Iterator[AnyInstance] = iter([*plain, *self.decodes, *self.stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances
+        assert self.prefills.both_mask == self.decodes.both_mask
         for name, instance in self._instances.items():
             assert instance.slot == self.index.slot(name)
         for decode in self.decodes:
@@ -401,13 +427,21 @@ AnyInstance = PrefillInstanceState | DecodeInstanceState | StoreInstanceState
 
 def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
     """Return the instance, idle since `now`, not in any pool yet."""
-    match facts.kind:
-        case InstanceKind.PREFILL:
-            emulated = facts.shape is not None and facts.shape.emulated
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now, load=load)
-        case InstanceKind.DECODE:
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return DecodeInstanceState(facts, -1, facts.speeds, load)
-        case InstanceKind.KVSTORE:
-            return StoreInstanceState(facts, -1)
+    if facts.kind is InstanceKind.KVSTORE:
+        return StoreInstanceState(facts, -1)
+    load, prompts = LoadFacts(free_blocks=facts.total_blocks), None
+    if facts.kind is InstanceKind.PREFILL or facts.computes_prompts:
+        emulated = facts.shape is not None and facts.shape.emulated
+        prompts = PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now, load=load)
+    if prompts is not None and facts.kind is InstanceKind.PREFILL:
+        return prompts
+    decode = DecodeInstanceState(facts, -1, facts.speeds, load, prompts=prompts)
+    if prompts is not None:
+        prompts.link = decode.link  # one instance: one link
+    return decode
+
+
+def _is_same(earlier: InstanceFacts, facts: InstanceFacts) -> bool:
+    """Whether both are the same process in the same role."""
+    roles = [(told.epoch, told.kind, told.computes_prompts) for told in (earlier, facts)]
+    return roles[0] == roles[1]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.conductor.core.health_monitor import HealthMonitor
 from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
 from moonpool.conductor.core.kv_links import KVLink
 from moonpool.conductor.core.output_lengths import Stratum
+from moonpool.conductor.core.prefill_instance import PrefillInstanceState
 from moonpool.conductor.core.tpot_model import TpotModel
 from moonpool.conductor.placement.base import DecodeLoad, make
 
@@ -25,7 +26,9 @@ class DecodeInstanceState:
         speeds: as the instance reports them; learns from the instance's steps.
         answers: answers that this conductor has placed here, by claim.
         tpot: what answers took here.
+        prompts: the instance's prompts, if it is in the role both; None for plain decode.
         unreported, unreported_blocks: sequences and blocks of these that no report includes.
+        prompts_s: predicted seconds of this conductor's prompts that plain decode computes, until their first tokens.
         own_sequences, own_context_tokens: totals over all these answers.
         sequences: sequences in the last report and answers that the report does not include; at least `own_sequences`.
         context_tokens: total over all sequences. Tokens of this conductor's answers since they were placed are in
@@ -42,6 +45,8 @@ class DecodeInstanceState:
     health: HealthMonitor = field(default_factory=HealthMonitor)
     tpot: TpotModel = field(init=False)
     link: KVLink = field(default_factory=KVLink)
+    prompts: PrefillInstanceState | None = None
+    prompts_s: float = 0.0
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
@@ -64,6 +69,14 @@ class DecodeInstanceState:
         blocks = self.available_blocks, self.facts.total_blocks
         return make(DecodeLoad, (self.sequences, self.context_tokens, *blocks, self.turn))
 
+    @property
+    def least_chunk_s(self) -> float:
+        """Seconds by which prompts that wait here lengthen a step at least: of one block; 0 if none waits."""
+        prompts, shape = self.prompts, self.facts.shape
+        if prompts is None or shape is None or not (prompts.prompts or prompts.load.queued_tokens):
+            return 0.0
+        return prefill_seconds(self.speeds, shape.block_size, 0, begins=False)
+
     def count(self) -> None:
         """Count sequences, context and memory anew: the last report, and answers that the report does not include."""
         load = self.load
@@ -78,7 +91,19 @@ class DecodeInstanceState:
         self.unreported += answer.sequences
         self.unreported_blocks += answer.blocks
         self.own_context_tokens += answer.context_tokens
+        self.prompts_s += answer.prompt_s
         self.count()
+
+    def grew(self, number: int, tokens: int, now: float) -> None:
+        """Note that an answer has `tokens` tokens now: its prompt is computed."""
+        answer = self.answers[number]
+        answer.generated, answer.reported_at = tokens, now
+        self._drop_prompt(answer)
+
+    def _drop_prompt(self, answer: PlacedAnswer) -> None:
+        if answer.prompt_s:
+            answer.prompt_s = 0.0
+            self.prompts_s = sum([other.prompt_s for other in self.answers.values()])
 
     def acknowledged(self, claim: int, number: int) -> None:
         """The instance has reserved memory for a claim, as the `number`-th reservation.
@@ -93,6 +118,7 @@ class DecodeInstanceState:
 
     def release(self, number: int) -> None:
         answer = self.answers.pop(number)
+        self._drop_prompt(answer)
         self.own_sequences -= answer.sequences
         self.own_context_tokens -= answer.context_tokens
         if not answer.covered:
@@ -133,6 +159,7 @@ class DecodeInstanceState:
         assert self.unreported == sum(answer.sequences for answer in open_ones)
         assert self.unreported_blocks == sum(answer.blocks for answer in open_ones)
         assert self.own_context_tokens == sum(answer.context_tokens for answer in self.answers.values())
+        assert abs(self.prompts_s - sum(answer.prompt_s for answer in self.answers.values())) < 1e-6
 
 
 @dataclass(slots=True)
@@ -147,6 +174,7 @@ class PlacedAnswer:
         generated: tokens so far.
         number: the instance's own number of the reservation; 0 = the instance gives no number, None = not known yet.
         covered: the last report includes the answer, so the answer's blocks are not counted any more.
+        prompt_s: predicted seconds for which plain decode computes the prompt; 0 = elsewhere, or done.
     """
 
     context_tokens: int
@@ -157,3 +185,4 @@ class PlacedAnswer:
     generated: int = 0
     number: int | None = None
     covered: bool = False
+    prompt_s: float = 0.0

@@ -57,6 +57,24 @@ class DecodePool(InstancePool[DecodeInstanceState]):
             return 0, 0
         return instance.available_blocks, instance.facts.total_blocks
 
+    def choice_at(self, decode: str, model: DecodeLatencyModel, held_blocks: int) -> DecodeChoice:
+        """Return the prediction for an answer at a member, which holds so many leading blocks of the prompt."""
+        instance = self._by_id[decode]
+        need = model.blocks(instance.load.answer_tokens)
+        optimism = self.optimism_factor(instance)
+        choice = model.choice(decode, instance.speeds, instance.there, held_blocks, need, optimism)
+        chunk_s = instance.least_chunk_s
+        return choice._replace(tbt_s=choice.tbt_s + chunk_s) if chunk_s else choice
+
+    def roomy_mask(self, within: int, model: DecodeLatencyModel) -> int:
+        """Return the mask of the instances within a mask that could reserve memory for a request now."""
+        roomy = 0
+        for slot in slots_in(within):
+            instance = self.by_slot[slot]
+            if instance.available_blocks >= model.blocks(instance.load.answer_tokens):
+                roomy |= 1 << slot
+        return roomy
+
     def answer_tokens(self, decode: str) -> int:
         """Return the number of tokens that an instance expects a new answer to have; 0 = not reported."""
         instance = self.get(decode)
@@ -125,10 +143,7 @@ class PoolDecodeCandidates(DecodeCandidates):
         return (instance.available_blocks >= self._model.blocks(instance.load.answer_tokens)) is self._roomy
 
     def _predict(self, slot: int, held_blocks: int) -> DecodeChoice:
-        instance = self._pool.by_slot[slot]
-        need = self._model.blocks(instance.load.answer_tokens)
-        optimism = self._pool.optimism_factor(instance)
-        return self._model.choice(instance.facts.id, instance.speeds, instance.there, held_blocks, need, optimism)
+        return self._pool.choice_at(self._pool.by_slot[slot].facts.id, self._model, held_blocks)
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""Decode-side prefill: a decode instance that holds most of a prompt computes the rest."""
+"""Decode-side prefill: a decode instance computes what it lacks of a prompt, if that is better for all together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds, steps_of
-from moonpool.conductor.core.block_trie import Prefixes
+from moonpool.conductor.core.block_trie import Prefixes, blocks_at
 from moonpool.conductor.core.decode_instance import DecodeInstanceState
 from moonpool.conductor.core.decode_pool import DecodePool
-from moonpool.conductor.core.demand import Demand
 from moonpool.conductor.core.instance_sets import slots_in
 from moonpool.conductor.core.kv_shape import KVShape
 from moonpool.conductor.core.latency_model import DecodeLatencyModel
@@ -19,15 +18,21 @@ from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
 
 DECODE_STEP_TOKENS = 256
-"""Most tokens that a decode instance computes beside the batch in a step (`max_num_batched_tokens` there)."""
+"""Most tokens that a decode instance computes beside the batch in a step (`chunked_prefill_size` there)."""
+SHORT_TOKENS = 2048
+"""Up to so many tokens are computed where that is predicted to be better at all; more, where it is beyond errors."""
+LONG_SHARE = 0.75
+"""Share of the TTFT through prefill within which a longer rest must be computed, the cost to others included."""
 
 
 class DecodeSidePrefill:
-    """The search for a decode instance that holds most of a prompt and can compute the remaining tokens.
+    """The search for a decode instance that can compute what it lacks of a prompt.
+
+    Instances in the role both are no candidates here: they are chosen as prefill instances are.
 
     Args:
         decodes: all decode instances.
-        max_tokens: remaining tokens that decode may compute; 0 = none.
+        max_tokens: tokens that decode may compute for one prompt; 0 = none.
     """
 
     def __init__(self, decodes: DecodePool, max_tokens: int) -> None:
@@ -41,7 +46,7 @@ class DecodeSidePrefill:
         self, decision: RoutingDecision, shape: KVShape, prefixes: Prefixes, suspects: Collection[str]
     ) -> RoutingDecision:
         """The decision with the best decode instance as a further candidate: the first candidate if that pays."""
-        choice = self._best(decision.demand, shape, prefixes, suspects, decision.prefill)
+        choice = self._best(decision, shape, prefixes, suspects)
         if choice is None:
             return decision
         if not choice.pays:
@@ -59,24 +64,30 @@ class DecodeSidePrefill:
         )
 
     def _best(
-        self, demand: Demand, shape: KVShape, prefixes: Prefixes, suspects: Collection[str], other: PrefillChoice
+        self, decision: RoutingDecision, shape: KVShape, prefixes: Prefixes, suspects: Collection[str]
     ) -> DecodeSideChoice | None:
-        """Return the best decode instance among those with most of the prompt; None if there is none.
+        """Return the best decode instance among those that hold most of the prompt, and those that suit the answer.
 
-        Best is the least TTFT and cost to others together. `other` is the best prefill instance.
+        Best is the least TTFT and cost to others together. None if there is no instance. `decision` is the best without
+        decode-side prefill.
         """
-        pool, model = self._decodes, DecodeLatencyModel(demand, shape)
-        allowed = pool.eligible_mask(demand.total_blocks, demand.needs) & ~pool.mask_of(suspects)
-        for blocks, mask in reversed(prefixes):  # the longest prefix leaves least to compute
+        demand, pool = decision.demand, self._decodes
+        model = DecodeLatencyModel(demand, shape)
+        allowed = pool.eligible_mask(demand.total_blocks, demand.needs) & ~pool.mask_of(suspects) & ~pool.both_mask
+        choices: list[DecodeSideChoice] = []
+        for slot, blocks in self._candidates(decision, prefixes, allowed).items():
             tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
-            if tokens > self._max_tokens:
-                continue
-            slots = [slot for slot in slots_in(mask & allowed) if _has_memory(pool.by_slot[slot], model)][:SHORTLIST]
-            choices = [_decode_side_choice(pool.by_slot[slot], model, tokens, blocks, demand, other) for slot in slots]
-            known = [choice for choice in choices if choice.prefill.prefill_s > 0.0]
-            if known:
-                return min(known, key=lambda choice: (choice.prefill.ttft_s + choice.cost_s, choice.prefill.id))
-        return None
+            instance = pool.by_slot[slot]
+            if tokens <= self._max_tokens and _has_memory(instance, model):
+                choices.append(_decode_side_choice(instance, model, tokens, blocks, decision))
+        known = [choice for choice in choices if choice.prefill.prefill_s > 0.0]
+        return min(known, key=lambda choice: (choice.prefill.ttft_s + choice.cost_s, choice.prefill.id), default=None)
+
+    def _candidates(self, decision: RoutingDecision, prefixes: Prefixes, allowed: int) -> dict[int, int]:
+        """Return a few instances by slot, and the leading blocks that each holds."""
+        slots = [slot for _, mask in reversed(prefixes) for slot in slots_in(mask & allowed)][:SHORTLIST]
+        suited = self._decodes.mask_of([choice.id for choice in decision.decodes]) & allowed
+        return {slot: blocks_at(prefixes, slot) for slot in (*slots, *slots_in(suited))}
 
 
 @frozen
@@ -105,17 +116,21 @@ def _decode_side_choice(
     model: DecodeLatencyModel,
     tokens: int,
     blocks: int,
-    demand: Demand,
-    other: PrefillChoice,
+    decision: RoutingDecision,
 ) -> DecodeSideChoice:
+    demand, other = decision.demand, decision.prefill
     speeds, running = instance.speeds, instance.sequences
     steps, prefix = steps_of(tokens, DECODE_STEP_TOKENS), demand.prompt_tokens - tokens
     compute_s = prefill_seconds(speeds, tokens, prefix, steps=steps)
     batch_s = decode_step_seconds(speeds, running, instance.context_tokens) if running else 0.0
     name, need = instance.facts.id, model.blocks(instance.load.answer_tokens)
-    prefill = PrefillChoice(  # the prompt waits for the running step, and is computed beside the batch
-        name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
+    queue_s = batch_s + instance.prompts_s
+    prefill = (
+        PrefillChoice(  # the prompt waits for the running step and other prompts, and is computed beside the batch
+            name, blocks, blocks, queue_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
+        )
     )
     decode = model.choice(name, speeds, instance.there, blocks, need)
     cost_s = running * compute_s  # each sequence of the batch waits for the prompt's part of the steps
-    return DecodeSideChoice(prefill, decode, cost_s, prefill.ttft_s + cost_s < other.ttft_s)
+    least_s = other.ttft_s * (1.0 if tokens <= SHORT_TOKENS and blocks else LONG_SHARE)
+    return DecodeSideChoice(prefill, decode, cost_s, prefill.ttft_s + cost_s < least_s)

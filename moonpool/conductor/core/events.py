@@ -141,6 +141,14 @@ class FirstToken:
 
 
 @frozen
+class PromptComputed:
+    """A decode instance in the role both has computed a sequence's prompt; the first tokens come as `TokensArrived`."""
+
+    io: int
+    how: PrefillMeasurements
+
+
+@frozen
 class KVDelivered:
     """A prefill call says that all KV has arrived at decode."""
 
@@ -254,6 +262,6 @@ FromClient = (
     | EndpointAsked
     | EndpointDone
 )
-FromCall = PrefillAccepted | FirstToken | KVDelivered | TokensArrived
+FromCall = PrefillAccepted | FirstToken | PromptComputed | KVDelivered | TokensArrived
 FromCluster = InstanceJoined | InstanceLeft | LoadReported | KeysChanged | RoleChangeRequested
 Event = FromClient | FromCall | FromCluster | IoEnded[CallResult]

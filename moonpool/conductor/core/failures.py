@@ -7,6 +7,8 @@ from moonpool.base.frozen import frozen
 
 FENCE_FIELD = "resume.count"
 """The failure's field if another conductor has taken over the sequence."""
+STALE = "stale"
+"""Reason of an instance in the role both whose prompts take longer than predicted."""
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has memory."""
 

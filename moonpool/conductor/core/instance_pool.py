@@ -50,13 +50,14 @@ class InstancePool(Generic[I]):
         by_slot: instance at each slot.
         draining_mask: mask of instances that take nothing new.
         slow_mask: mask of slow instances, which get nothing new while others are there (`HealthMonitor`).
+        both_mask: mask of decode instances that compute whole prompts, too: they are in both pools, at the same slot.
         largest_blocks: largest pool that was ever here, blocks.
     """
 
     def __init__(self, ranks: LoadRanking) -> None:
         self.ranks = ranks
         self.by_slot: dict[int, I] = {}
-        self.draining_mask = self.slow_mask = self._tried = 0
+        self.draining_mask = self.slow_mask = self.both_mask = self._tried = 0
         self.largest_blocks = 0
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
@@ -92,6 +93,7 @@ class InstancePool(Generic[I]):
             _add_bit(self._lacking, option, bit)
         for option in instance.facts.loras:
             _add_bit(self._with_lora, option, bit)
+        self.both_mask |= bit if instance.facts.computes_prompts else 0
         self.largest_blocks = max(self.largest_blocks, blocks)
         if not instance.turn:
             self._unproven[instance.facts.id] = self._turn
@@ -109,6 +111,7 @@ class InstancePool(Generic[I]):
             _remove_bit(self._with_lora, option, bit)
         self.draining_mask &= ~bit
         self.slow_mask &= ~bit
+        self.both_mask &= ~bit
         self._tried &= ~bit
         self.ranks.remove(instance.slot)
 
@@ -221,6 +224,7 @@ class InstancePool(Generic[I]):
         assert self.mask == sum(1 << slot for slot in self.by_slot)
         assert self.draining_mask == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
         assert self.slow_mask & ~self.mask == 0
+        assert self.both_mask == sum(1 << i.slot for i in self._by_id.values() if i.facts.computes_prompts)
         assert all(self.by_slot[slot].health.slow for slot in slots_in(self.slow_mask))
         assert sum(self._by_size.values()) == sum(self._by_domain.values()) == self.mask
         for option, slots in self._lacking.items():

@@ -1,6 +1,8 @@
 """What instances tell of themselves: facts on joining, and load reports."""
 
-from dataclasses import field
+from __future__ import annotations
+
+from dataclasses import field, replace
 from enum import Enum
 
 from moonpool.base.frozen import frozen
@@ -38,6 +40,8 @@ class InstanceFacts:
         loras: options of the LoRA adapters (`lora_option`) that the instance serves if it lacks LORA.
         uses_kvstores: an engine in a domain that reads and writes kvstores by itself.
         arrival_order: a prefill instance that computes prompts as they come, whatever their place in the queue.
+        computes_prompts: a decode instance in the role both: whole prompts are computed where their answers run.
+        in_place_role: with `switches_role`, the engine joins in the other role under the same id.
     """
 
     id: str
@@ -56,10 +60,17 @@ class InstanceFacts:
     loras: tuple[str, ...] = ()
     uses_kvstores: bool = False
     arrival_order: bool = False
+    computes_prompts: bool = False
+    in_place_role: bool = False
 
     def lacks(self, option: str) -> bool:
         """Return whether the instance cannot serve requests with an option of a request."""
         return option.partition(":")[0] in self.unsupported and option not in self.loras
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether blocks can be ordered into the pool: not in a KV domain of its own, and not at decode."""
+        return self.kind is InstanceKind.PREFILL and not self.kv_domain
 
     @property
     def loads(self) -> bool:
@@ -75,12 +86,12 @@ class LoadFacts:
         running, waiting: requests, or transfers of a kvstore.
         free_blocks, cached_blocks, promised_blocks: of the pool; `promised_blocks` are free or cached and spoken for.
         context_tokens: total over all running sequences (decode).
-        drain_s: predicted seconds of the queue (prefill); None = not reported.
+        drain_s: predicted seconds until all prompts there are computed; None = not reported.
         speeds: measured; None = as before.
         draining: takes no new requests.
         taken: prompts or promises so far: numbers up to `taken` are included (`ClusterView.acknowledged`).
         answer_tokens: expected length of a new answer, for which memory is kept (decode); 0 = not reported.
-        queued_tokens: prompt tokens without KV (prefill).
+        queued_tokens: prompt tokens without KV.
         conductors: to which the instance reports; 0 = not told.
         activities: what other conductors have told the instance of their tenants.
     """
@@ -99,3 +110,8 @@ class LoadFacts:
     queued_tokens: int = 0
     conductors: int = 0
     activities: tuple[ConductorActivity, ...] = ()
+
+    @property
+    def of_prompts(self) -> LoadFacts:
+        """The same report without the answers: load of a decode instance's prompts alone."""
+        return replace(self, running=0, waiting=int(self.queued_tokens > 0))

@@ -105,6 +105,10 @@ class PrefillLatencyModel:
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
 
+    def tokens_behind(self, blocks: int) -> int:
+        """Return the number of prompt tokens to compute behind `blocks` leading blocks."""
+        return self._tokens - self._shape.reused_tokens(self._tokens, blocks)
+
     def _loadable(self, max_num_batched_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
         """Return the prefixes that may be loaded."""
         found = self._loads[max_num_batched_tokens] = [

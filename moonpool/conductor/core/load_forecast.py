@@ -123,9 +123,10 @@ def _answer_at(
 def forecast_step_seconds(
     instance: DecodeInstanceState, forecast: LoadForecast, joining: LoadForecast = NO_LOAD
 ) -> float:
-    """Return the seconds for a step over the forecast and the joining load."""
-    return decode_step_seconds(
+    """Return the seconds for a step over the forecast and the joining load, and over a part of prompts that wait."""
+    step_s = decode_step_seconds(
         instance.speeds,
         forecast.sequences + joining.sequences,
         forecast.context_tokens + joining.context_tokens,
     )
+    return step_s + instance.least_chunk_s

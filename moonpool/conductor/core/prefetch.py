@@ -139,7 +139,7 @@ class Prefetch:
             return None
         chosen = decision.prefill
         instance = self._cluster.prefills.get(chosen.id)
-        if not chosen.source or instance is None or instance.facts.kv_domain:  # other engines take no order
+        if not chosen.source or instance is None or not instance.facts.takes_copies:
             return None
         if not self._budget.take(chosen.id, chosen.source, chosen.read_s, now):
             return None

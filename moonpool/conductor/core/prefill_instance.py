@@ -1,4 +1,4 @@
-"""A prefill instance as the conductor knows it: its prompts, and when it will be free."""
+"""The prompts of an instance as the conductor knows them, and when they will be computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_WAIT = QueueWait(0.0, 0)
 
 @dataclass(slots=True)
 class PrefillInstanceState:
-    """One prefill instance.
+    """One prefill instance, or the prompts of a decode instance in the role both.
 
     Attributes:
         learnt: corrected speeds.
@@ -38,6 +38,7 @@ class PrefillInstanceState:
         link: link over which others read blocks.
         recent: seconds of work that this conductor has placed here.
         advanced_at: time until which `PlacedPrompt.left_s` is counted.
+        step_s: seconds of a step of the answers that run beside the prompts; 0 = none run.
         full_step: work of a full step.
     """
 
@@ -55,6 +56,7 @@ class PrefillInstanceState:
     link: KVLink = field(default_factory=KVLink)
     recent: RecentRate = field(default_factory=RecentRate)
     advanced_at: float = 0.0
+    step_s: float = 0.0
     full_step: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:

@@ -40,6 +40,10 @@ LATER_SHARE = 0.25
 """Share of a full step that later prompts take in the step in which a waiting prompt ends."""
 LONG_PROMPT_END = work_of(512, 16384)
 """The end of a long prompt."""
+BESIDE_ANSWERS_TOKENS = 512
+"""Tokens of prompts that an instance in the role both computes in one step with answers; on a CPU less."""
+STEPS_PER_CHUNK = 3
+"""Steps of answers for each such step: the answers' share of the time."""
 LOAD_BYTES = 1 << 28
 """Bytes of KV by which loads are compared."""
 
@@ -207,6 +211,10 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         queue_s = free_at - now if free_at > now else 0.0
         growing_s = (prefill_s - fixed_s) / learnt.growing
+        if instance.step_s:  # answers run beside the prompt, and take their share of the time
+            chunks = -(-model.tokens_behind(used) // BESIDE_ANSWERS_TOKENS)
+            answers_s = chunks * STEPS_PER_CHUNK * instance.step_s
+            prefill_s, busy_s, fixed_s = prefill_s + answers_s, busy_s + answers_s, fixed_s + answers_s
         waits = facts.max_num_batched_tokens and queue_s
         # Prompts that come later share the step in which a waiting prompt ends; an idle instance starts at once.
         tail_s = LATER_SHARE * work_seconds(learnt.speeds, *instance.full_step) if waits else 0.0
@@ -232,6 +240,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             why = f"cannot serve {lacks[0].partition(':')[0]}"
         elif facts.total_blocks < demand.prompt_blocks:
             why = f"too small: {facts.total_blocks} blocks, the prompt needs {demand.prompt_blocks}"
+        elif facts.computes_prompts:
+            why = f"too small: {facts.total_blocks} blocks, prompt and answer need {demand.total_blocks}"
         else:
             why = "no decode instance can take its KV now"
         return self.predict(model, slot, blocks_at(prefixes, slot), now, why)

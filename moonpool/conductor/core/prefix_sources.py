@@ -1,7 +1,9 @@
 """Where a prefix can be loaded from: kvstores, and engine instances that hold the blocks."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import islice
+from operator import or_
 
 from moonpool.conductor.core.block_trie import Prefixes
 from moonpool.conductor.core.decode_instance import DecodeInstanceState
@@ -65,11 +67,8 @@ class PrefixSources:
             suspects: mask of a pool's instances that are not asked.
             now: seconds.
         """
-        there = [
-            (pool, pool.domain_mask("") & ~pool.draining_mask & ~pool.slow_mask & ~suspects(pool))
-            for pool in self._pools
-        ]
-        allowed = sum([mask for _, mask in there])
+        there = [pool.domain_mask("") & ~pool.draining_mask & ~pool.slow_mask & ~suspects(pool) for pool in self._pools]
+        allowed = reduce(or_, there, 0)  # an instance in the role both is in both pools
         found: list[PrefixHolder] = []
         # The longest prefix, and a shorter one whose link may be freer.
         for blocks, mask in reversed(prefixes):

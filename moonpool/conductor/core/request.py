@@ -39,6 +39,8 @@ class ScheduledRequest:
         stays_until: time before which the sequence is not moved again, as no other instance took the sequence.
         reserves: `CallReserve` calls of all attempts that have not ended.
         unasked: placements in a row for which no decode instance could be asked.
+        full: ids of instances in the role both that had no place since the request looks for one.
+        stale_answers: of these, those whose prompts take longer than predicted.
         refusal: error to return if the wait times out.
         waits_since: time since which the request looks for a placement in vain; None during an attempt.
         queued_s: seconds of earlier waits that do not count in the TTFT limit.
@@ -61,6 +63,8 @@ class ScheduledRequest:
     stays_until: float = 0.0
     reserves: int = 0
     unasked: int = 0
+    full: list[str] = field(default_factory=list)
+    stale_answers: int = 0
     refusal: Failure | None = None
     waits_since: float | None = None
     queued_s: float = 0.0
@@ -125,11 +129,12 @@ class ScheduledAttempt:
     Attributes:
         sequence: id that engines see. The id ends with the attempt's number, which fences earlier attempts off.
         decision: instances that the router chose.
-        epoch: the prefill instance's.
+        epoch: epoch of the instance that computes the prompt.
         decode_candidates: decode instances still to be asked for memory, best first.
         prefill_claim: claim of the prompt at prefill; 0 = released.
         prefill_phase, decode_phase: how far the attempt is.
-        prefill_io, sequence_io: calls to prefill and decode; 0 before they start.
+        prefill_io, sequence_io: calls to prefill and decode; 0 before they start. In the role both the sequence's call
+            computes the prompt.
         pending_reserve: the `CallReserve` that is waited for; 0 = none.
         overdue_reserves: earlier ones that took too long. The first reservation counts, also a late one.
         full: last refusal because of memory or TBT.
@@ -192,6 +197,11 @@ class ScheduledAttempt:
         """Whether prefill has ended and no message says that decode has all KV."""
         streaming = self.decode_phase is DecodePhase.STREAMING
         return self.prefill_phase is PrefillPhase.ENDED and not self.delivered and not streaming
+
+    @property
+    def prompt_io(self) -> int:
+        """The call that computes the prompt."""
+        return self.sequence_io if self.decision.both else self.prefill_io
 
     def runs(self, *, deferred: bool) -> bool:
         """Whether decode computes the sequence. Deferred answers send nothing before the end: they run when able."""

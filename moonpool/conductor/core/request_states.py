@@ -103,7 +103,7 @@ class PrefillPhase(Enum):
     NOT_CALLED = 0
     """Decode memory is reserved first."""
     CALLED = 1
-    """The prompt waits or is computed."""
+    """The prompt waits or is computed: at prefill, or at an instance in the role both."""
     FIRST_TOKEN = 2
     """The first token has come. KV may still be on the way to decode."""
     ENDED = 3

@@ -9,7 +9,8 @@ An instance goes to the other pool if that pool's pressure has been `ratio` time
 gain: the giving pool stays below the limit, and below the other pool's pressure before. Then nothing changes until the
 change has ended and the pressures are known anew. A draining instance that can switch roles counts as a change under
 way: another conductor may have ordered the change. A pool that needs a further instance gets one after `SETTLE_S`; a
-change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
+change back takes `hold_s` again. An instance that has changed stays for `dwell_s`. Instances in the role both are in
+neither pool here.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ STEP_S = 0.1
 """Seconds of a step at which a decode instance counts as fully loaded."""
 RATIO = 1.5
 """The other pool's pressure must be this many times as high: a change costs a process start and the pool (ADR 30)."""
-HOLD_S = 60.0
-"""Seconds for which the pressure must have been that high: hysteresis, as is `RATIO` (ADR 30)."""
-DWELL_S = 300.0
+HOLD_S = 10.0
+"""Seconds for which the pressure must have been that high: hysteresis, as is `RATIO` (ADR 30, 80)."""
+DWELL_S = 20.0
 """Seconds for which an instance keeps a new role, so that roles do not swing."""
-SETTLE_S = 40.0
+SETTLE_S = 5.0
 """Seconds from a change's end to the next change to the same pool."""
 CHANGE_S = 180.0
-"""Seconds after which a change that has not ended is given up."""
+"""Seconds after which a change by another process that has not ended is given up."""
+IN_PLACE_S = 60.0
+"""The same for a change within the process, which takes the drain alone."""
 OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
 
@@ -76,26 +79,35 @@ class RoleBalancer:
     _sampled_at: float | None = None
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
-        """Order an instance to change roles, whatever the pressures; unknown ids are fine."""
+        """Order an instance to change roles, whatever the pressures; unknown ids, and the role both, are fine."""
         place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
             instance
         )
-        if place is not None:
+        if place is not None and not place.facts.computes_prompts:
             kind = OTHER_ROLE[place.facts.kind]
-            self.change = RoleChange(instance, kind, now)
+            self.change = RoleChange(instance, kind, now, in_place=place.facts.in_place_role)
             self._restart_holds()
             out.append(ChangeRole(instance, place.facts.epoch, kind))
 
     def joined(self, now: float, facts: InstanceFacts) -> None:
         """An instance has joined, which may end the change under way."""
-        if self.change is not None and facts.kind is self.change.kind:
+        if self.change is not None and self.change.is_ended_by(facts):
             self.change = None
             self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
             self._stays_until[facts.id] = now + self.limits.dwell_s
             self._restart_holds()
+            self._foresee(facts.kind)
             # The need of this pool is proven: a further instance waits for the pressures to settle, not for all of
             # `hold_s`. The way back takes `hold_s`.
             self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
+
+    def _foresee(self, kind: InstanceKind) -> None:
+        """Set the mean pressures to those with the instance that has come to a pool from the other one."""
+        # The means remember the time before for longer than `SETTLE_S`: a further instance would follow for nothing.
+        takes, gives = len(self._usable(kind)), len(self._usable(OTHER_ROLE[kind]))
+        if takes > 1 and gives:
+            self.pressures[kind].value *= (takes - 1) / takes
+            self.pressures[OTHER_ROLE[kind]].value *= (gives + 1) / gives
 
     def load_reported(self, now: float, out: list[Action]) -> None:
         """An instance has reported: samples the pressures, and orders a change that pays."""
@@ -113,21 +125,20 @@ class RoleBalancer:
 
     def _under_way(self, now: float) -> bool:
         """Return whether a change is under way, ordered by this conductor or, it seems, by another."""
-        pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
         drain = {
-            instance.facts.id: instance.facts.kind
-            for pool in pools
-            for instance in pool
+            instance.facts.id: instance.facts
+            for kind in OTHER_ROLE
+            for instance in self._members(kind)
             if instance.facts.switches_role and instance.load.draining
         }
         # An instance that hangs on its way must not stop all later changes.
-        if self.change is not None and now - self.change.since >= CHANGE_S:
+        if self.change is not None and now - self.change.since >= self.change.limit_s:
             self._hung.add(self.change.instance)
             self.change = None
         self._hung.intersection_update(drain)
         if self.change is None and (new := drain.keys() - self._hung):  # another conductor's order, or a person's
-            instance = min(new)
-            self.change = RoleChange(instance, OTHER_ROLE[drain[instance]], now)
+            facts = drain[min(new)]
+            self.change = RoleChange(facts.id, OTHER_ROLE[facts.kind], now, in_place=facts.in_place_role)
             self._restart_holds()
         return self.change is not None
 
@@ -156,7 +167,7 @@ class RoleBalancer:
         return gives * givers / (givers - 1) < min(1.0, needs)
 
     def _prefill_pressure(self, now: float) -> float:
-        pool = [prefill for prefill in self.prefills if not prefill.load.draining]
+        pool = [prefill for prefill in self.prefills if not _stands_apart(prefill)]
         return fmean([self._busy(instance, now) for instance in pool]) if pool else 0.0
 
     def _busy(self, instance: PrefillInstanceState, now: float) -> float:
@@ -164,7 +175,7 @@ class RoleBalancer:
         return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
 
     def _decode_pressure(self) -> float:
-        pool = [decode for decode in self.decodes if not decode.load.draining]
+        pool = [decode for decode in self.decodes if not _stands_apart(decode)]
         return fmean([self._utilization(instance) for instance in pool]) if pool else 0.0
 
     def _utilization(self, instance: DecodeInstanceState) -> float:
@@ -185,10 +196,10 @@ class RoleBalancer:
         return min(able, key=lambda instance: (_work(instance, now), instance.facts.id)).facts.id if able else None
 
     def _usable(self, kind: InstanceKind) -> list[PrefillInstanceState | DecodeInstanceState]:
-        pool: Iterable[PrefillInstanceState | DecodeInstanceState] = (
-            self.prefills if kind is InstanceKind.PREFILL else self.decodes
-        )
-        return [instance for instance in pool if not instance.load.draining]
+        return [instance for instance in self._members(kind) if not _stands_apart(instance)]
+
+    def _members(self, kind: InstanceKind) -> Iterable[PrefillInstanceState | DecodeInstanceState]:
+        return self.prefills if kind is InstanceKind.PREFILL else self.decodes
 
     def _restart_holds(self) -> None:
         for pressure in self.pressures.values():
@@ -222,11 +233,21 @@ FIXED_ROLES = RoleLimits()
 
 @dataclass(slots=True)
 class RoleChange:
-    """An instance on the way to another pool."""
+    """An instance on the way to another pool; `in_place`: the same process joins there, under the same id."""
 
     instance: str
     kind: InstanceKind
     since: float
+    in_place: bool = False
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the change is given up."""
+        return IN_PLACE_S if self.in_place else CHANGE_S
+
+    def is_ended_by(self, facts: InstanceFacts) -> bool:
+        """Whether the change is over with an instance's joining."""
+        return facts.kind is self.kind and (not self.in_place or facts.id == self.instance)
 
 
 @dataclass(slots=True)
@@ -235,6 +256,11 @@ class PoolPressure:
 
     value: float = 0.0
     since: float | None = None
+
+
+def _stands_apart(instance: PrefillInstanceState | DecodeInstanceState) -> bool:
+    """Whether an instance is no part of the balance: it drains, or has both roles and keeps them."""
+    return instance.load.draining or instance.facts.computes_prompts
 
 
 def _work(instance: PrefillInstanceState | DecodeInstanceState, now: float) -> float:

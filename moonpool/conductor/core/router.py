@@ -68,10 +68,14 @@ class Router:
             readable = stores.views(keys, request.prompt_key, usable) if stores is not None else []
         sources = self._sources.of(readable, usable, lambda pool: pool.mask_of(request.suspects), request.now)
         model = PrefillLatencyModel(demand, shape, sources, self._threshold)
-        candidates = self._prefill(request, demand, self._prefills.soon(usable, keys), model)
+        candidates = self._prefill(request, demand, shape, self._prefills.soon(usable, keys), model)
         best = candidates[0]
-        domain = self._domain(best.id)
-        decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
+        both = bool(self._prefills.both_mask >> self._index.slot(best.id) & 1)
+        if both:  # the answer stays where the prompt is computed
+            decodes = [self._decodes.choice_at(best.id, DecodeLatencyModel(demand, shape), demand.prompt_blocks)]
+        else:
+            domain = self._domain(best.id)
+            decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
         # An engine in a KV domain of its own reads no kvstore and writes to none, unless it says so.
         if not self._prefills.by_slot[self._index.slot(best.id)].facts.loads:
             sources, stores = [], None
@@ -86,22 +90,32 @@ class Router:
             demand=demand,
             index_version=self._index.version,
             emulated=shape.emulated,
-            send_s=self._send_s(best, decodes, prefixes, demand, shape) if decodes else 0.0,
+            both=both,
+            send_s=self._send_s(best, decodes, prefixes, demand, shape) if decodes and not both else 0.0,
             hint=self._hint(model, candidates, sources, shape) if self._replicates and sources else None,
         )
         # Last, since the best prefill instance is what decode's own computing must beat.
-        if not (decodes and request.at_decode and self._at_decode):
+        if both or not (decodes and request.at_decode and self._at_decode):
             return decision
         return self._at_decode.weigh(decision, shape, usable, request.suspects)
 
     def _prefill(
-        self, request: RoutingRequest, demand: Demand, prefixes: Prefixes, model: PrefillLatencyModel
+        self,
+        request: RoutingRequest,
+        demand: Demand,
+        shape: KVShape,
+        prefixes: Prefixes,
+        model: PrefillLatencyModel,
     ) -> list[PrefillChoice]:
-        pool, suspects = self._prefills, self._suspected(request.suspects)
-        choices = pool.choose(
-            demand, model, prefixes, request.now, suspects, request.to_place(demand), self._paired(demand)
-        )
+        pool, suspects, paired = self._prefills, self._suspected(request.suspects), self._paired(demand)
+        if pool.both_mask:
+            decodes, answer = self._decodes, DecodeLatencyModel(demand, shape)
+            paired &= ~pool.both_mask | decodes.eligible_mask(demand.total_blocks, demand.needs)
+            suspects |= pool.both_mask & ~decodes.roomy_mask(pool.both_mask, answer) | pool.mask_of(request.full)
+        choices = pool.choose(demand, model, prefixes, request.now, suspects, request.to_place(demand), paired)
         if choices[0].excluded:  # the excluded come last: if one is first, no instance can serve the request
+            if pool.both_mask and demand.prompt_blocks <= pool.largest_blocks:
+                self._check_size(demand)
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
             raise InvalidRequest("prompt", f"no prefill instance can take the request ({choices[0].excluded})")
@@ -161,7 +175,7 @@ class Router:
                 continue
             instance = self._prefills.by_slot[self._index.slot(choice.id)]
             facts = instance.facts
-            if not facts.kv_domain:  # a copy cannot enter a KV domain
+            if facts.takes_copies:
                 optimism = self._prefills.optimism_factor(instance)
                 alone_s = model.alone_s(
                     instance.learnt.speeds, facts.stages, facts.max_num_batched_tokens, source.blocks
@@ -185,8 +199,20 @@ class Router:
         model = DecodeLatencyModel(demand, shape)
         choices = pool.choose(demand, model, prefixes, suspects, request.placed(demand), domain)
         if not choices:
-            need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
-            if demand.total_blocks <= pool.largest_blocks:
-                raise Unavailable(f"{need} with so many takes requests now")
-            raise InvalidRequest("sampling.max_tokens", f"{need} has more than {pool.largest_blocks}")
+            self._check_size(demand)
+            raise Unavailable(f"{_need(demand)} with so many takes requests now")
         return choices
+
+    def _check_size(self, demand: Demand) -> None:
+        """Check that prompt and answer fit into the largest decode instance.
+
+        Raises:
+            InvalidRequest: they do not.
+        """
+        largest = self._decodes.largest_blocks
+        if demand.total_blocks > largest:
+            raise InvalidRequest("sampling.max_tokens", f"{_need(demand)} has more than {largest}")
+
+
+def _need(demand: Demand) -> str:
+    return f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"

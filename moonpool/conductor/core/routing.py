@@ -55,9 +55,9 @@ class RoutingConfig:
     shadow_policy: PlacementPolicy | None = None
     seed: int = 0
     decode_prompt_tokens: int = setting(
-        0,
-        "a decode instance that holds all of a prompt except at most this many tokens computes the remainder if that "
-        "is predicted to be quicker, counting the cost for other requests; 0 = never; docs/placement.md",
+        1 << 20,
+        "a decode instance computes what it lacks of a prompt, this many tokens at most, if that is predicted to be "
+        "quicker, counting the cost for other requests; 0 = never; docs/placement.md",
         ge=0,
     )
     slow_factor: float = setting(
@@ -101,6 +101,7 @@ class RoutingRequest:
         prompt_key: hash of the prompt; chooses the kvstore if there is no full block.
         now: time, seconds.
         suspects: ids of instances that failed the request before; used only if no other is left.
+        full: ids of instances in the role both that had no place for the request; likewise.
         choices: answers to generate.
         at_decode: decode may compute the rest of the prompt.
         ttft_limit: beyond which the request is refused; None = not running.
@@ -117,6 +118,7 @@ class RoutingRequest:
     prompt_key: bytes
     now: float
     suspects: Collection[str] = ()
+    full: Collection[str] = ()
     choices: int = 1
     at_decode: bool = False
     ttft_limit: TtftLimit | None = None
@@ -163,7 +165,8 @@ class RoutingDecision:
         demand: what the request needs.
         index_version: version of the prefix index behind the decision, for `ClusterView.forget`.
         emulated: compute is emulated.
-        at_decode: the single decode instance computes the prompt's end; `prefill` predicts that.
+        at_decode: the single decode instance computes what it lacks of the prompt; `prefill` predicts that.
+        both: the chosen instance is in the role both: it computes the prompt, and decodes.
         hint: the copy of a prefix from which the request would have gained; None = none, or copies are off.
         send_s: predicted seconds of sending the KV that decode lacks.
     """
@@ -177,5 +180,11 @@ class RoutingDecision:
     index_version: int
     emulated: bool = False
     at_decode: bool = False
+    both: bool = False
     hint: ReplicationHint | None = None
     send_s: float = 0.0
+
+    @property
+    def computed_at_decode(self) -> bool:
+        """Whether no prefill instance is called."""
+        return self.at_decode or self.both

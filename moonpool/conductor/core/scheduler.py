@@ -27,7 +27,7 @@ from moonpool.conductor.core.actions import (
     LeaveSequence,
     Rehash,
 )
-from moonpool.conductor.core.admission import AdmissionGate, AdmissionMode, no_memory
+from moonpool.conductor.core.admission import TTFT_SLO, AdmissionGate, AdmissionMode, no_memory
 from moonpool.conductor.core.attempt_calls import MAX_RESERVES, AttemptCalls
 from moonpool.conductor.core.cluster_view import ClusterView
 from moonpool.conductor.core.demand import MemoryNeed, expected_blocks
@@ -45,6 +45,7 @@ from moonpool.conductor.core.events import (
     LoadReported,
     PrefillAccepted,
     PrefillMeasurements,
+    PromptComputed,
     PromptsAnnounced,
     Rehashed,
     RequestArrived,
@@ -58,6 +59,7 @@ from moonpool.conductor.core.failures import (
     CONDUCTOR_DRAINING,
     FINAL_KINDS,
     NO_DECODE_ROOM,
+    STALE,
     Failure,
     FailureKind,
     retries_exhausted,
@@ -182,7 +184,7 @@ class RequestScheduler:
                 self._cluster.release(self._endpoint_claims.pop(number, 0), now)
             case SessionUpdated() | PromptsAnnounced():
                 self._foreseen(now, event)
-            case PrefillAccepted() | FirstToken() | KVDelivered() | TokensArrived():
+            case PrefillAccepted() | FirstToken() | PromptComputed() | KVDelivered() | TokensArrived():
                 self._from_call(now, event)
             case IoEnded():
                 self._call_ended(now, event)
@@ -356,8 +358,9 @@ class RequestScheduler:
         """Route a request and begin an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
-        # Decode computes the rest of a prompt for one plain answer, and as a first try only: what is placed again has
-        # met a failure, and takes the usual way. Prompt scores come from prefill.
+        # Plain decode computes a prompt for one plain answer, and as a first try only: it may have no place for
+        # prompts, and what is placed again has met a failure. Prompt scores come from prefill.
+        # An instance in the role both computes prompts like prefill, and always may.
         at_decode = not request.attempts and spec.choices == 1 and not spec.deferred and not spec.scored
         decision, decodes = self._admitted(now, request, at_decode=at_decode)
         if (
@@ -366,6 +369,10 @@ class RequestScheduler:
             and (isinstance(decodes, Failure) or not self._candidates(request, decodes, now))
         ):
             # The decision has only the decode instance that holds the prefix: through prefill, others may serve.
+            decision, decodes = self._admitted(now, request, at_decode=False)
+        # The chosen instance in the role both has no place: another one may have.
+        while isinstance(decision, RoutingDecision) and self._lacks_place(now, request, decision, decodes):
+            request.full.append(decision.prefill.id)
             decision, decodes = self._admitted(now, request, at_decode=False)
         if isinstance(decision, Failure):
             self._no_instance(now, request, decision)
@@ -377,6 +384,20 @@ class RequestScheduler:
                 self._reserve(now, request, attempt)
             else:
                 self._placed(now, request, attempt)
+
+    def _lacks_place(
+        self,
+        now: float,
+        request: ScheduledRequest,
+        decision: RoutingDecision,
+        decodes: Sequence[DecodeChoice] | Failure,
+    ) -> bool:
+        """Whether the chosen instance in the role both has no place for the answer, where another one may have."""
+        if not decision.both or decision.prefill.id in request.full or len(request.full) >= MAX_CANDIDATES:
+            return False
+        if isinstance(decodes, Failure):
+            return decodes.reason != TTFT_SLO  # the chosen one has the soonest first token
+        return not self._candidates(request, decodes, now)
 
     def _admitted(
         self, now: float, request: ScheduledRequest, *, at_decode: bool
@@ -401,6 +422,7 @@ class RequestScheduler:
             prompt_key=spec.prompt_key,
             now=now,
             suspects=request.suspects,
+            full=request.full,
             at_decode=at_decode,
             ttft_limit=limit,
             limit_s=None if spec.slo.ttft_s is None else spec.slo.ttft_s - request.elapsed_s(now),
@@ -447,8 +469,8 @@ class RequestScheduler:
             return
         decision, full, failed = attempt.decision, attempt.full, attempt.failed
         self._calls.end_attempt(request, now)
-        if decision.at_decode:  # others may have memory if prefill computes the prompt
-            self._place(now, request)
+        if decision.at_decode or self._has_others(request, decision, full):
+            self._place(now, request)  # others may have memory
         elif request.followed_call:  # the request is moved, and still runs at the old instance
             self._stay(request, now)
         elif full is not None or failed is None:
@@ -458,12 +480,23 @@ class RequestScheduler:
         else:
             self._none_asked(now, request, failed)
 
+    def _has_others(self, request: ScheduledRequest, decision: RoutingDecision, full: Failure | None) -> bool:
+        """Whether instances are left to ask after one in the role both had no place; counts the one."""
+        chosen = decision.prefill.id
+        if not decision.both or chosen in request.full:
+            return False
+        request.full.append(chosen)
+        if full is not None and full.reason == STALE:
+            return True  # the next one asked, perhaps the same, must take the prompt if all are stale
+        avoided = {*request.full, *request.suspects}
+        return any(instance.facts.id not in avoided for instance in self._cluster.prefills)
+
     def _placed(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Carry out a placement, whose instances are all known now."""
         decision, target = attempt.decision, attempt.reservation
-        # Decode can compute only what follows the blocks that it held when it reserved: if it lacks some of the
-        # expected prefix, prefill may be better after all.
-        if decision.at_decode and target is not None and target.held_blocks != decision.prefill.used_blocks:
+        # Decode computes what follows the blocks that it held when it reserved: if it lacks some of the expected
+        # prefix, prefill may be better after all.
+        if decision.at_decode and target is not None and target.held_blocks < decision.prefill.used_blocks:
             self._calls.end_attempt(request, now)
             self._place(now, request)
             return
@@ -473,7 +506,7 @@ class RequestScheduler:
         self._place_session(request, decision)
         self._warm(request, decision, decision.prefill.queue_s)
         self._announce(request, attempt)
-        if decision.at_decode:
+        if decision.computed_at_decode:
             self._calls.compute_at_decode(request, attempt, now)
         else:
             self._calls.call_prefill(request, attempt, now)
@@ -487,7 +520,8 @@ class RequestScheduler:
             # A client that allows waiting sets the TTFT limit for the time after the queue.
             request.queued_s += attempt.queued_s if request.spec.slo.queue_s else 0.0
         request.waits_since = request.refusal = None
-        request.unasked = 0
+        request.unasked = request.stale_answers = 0
+        request.full = []
 
     def _place_session(self, request: ScheduledRequest, decision: RoutingDecision) -> None:
         """Note where a session's turn runs, and which kvstores will hold the session's KV."""
@@ -538,8 +572,9 @@ class RequestScheduler:
             self._no_instance(now, request, decision)
             return
         target = attempt.reservation
-        if target is not None and not self._cluster.paired(decision.prefill.id, target.decode):
-            self._calls.end_attempt(request, now)  # the KV would not get there
+        there = target is None or self._cluster.paired(decision.prefill.id, target.decode)
+        if decision.both or not there:  # other memory is needed: the KV stays, or would not get there
+            self._calls.end_attempt(request, now)
             self._place(now, request)
             return
         self._calls.replace_decision(request, attempt, decision, now)
@@ -628,7 +663,7 @@ class RequestScheduler:
             Whether the request waits.
         """
         request.enter(state)
-        request.refusal = refusal
+        request.refusal, request.full, request.stale_answers = refusal, [], 0
         if request.waits_since is None:
             request.waits_since = now
         until = request.waits_since + self._wait_limit_s(request, request.waits_since)
@@ -686,7 +721,9 @@ class RequestScheduler:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _from_call(self, now: float, event: PrefillAccepted | FirstToken | KVDelivered | TokensArrived) -> None:
+    def _from_call(
+        self, now: float, event: PrefillAccepted | FirstToken | PromptComputed | KVDelivered | TokensArrived
+    ) -> None:
         call = self._calls.open.get(event.io)
         request = self.requests.get(call.request) if call is not None else None
         if call is None or request is None:
@@ -699,6 +736,8 @@ class RequestScheduler:
                 attempt.delivered = True
             case FirstToken():
                 self._first_token(now, request, attempt, event)
+            case PromptComputed():
+                self._prompt_computed(now, request, attempt, event.how)
             case TokensArrived():
                 if request.spec.choices == 1:  # of several answers none says how long all are
                     self._cluster.answer_grew(call.claim, request.tokens + event.count, now)
@@ -711,17 +750,41 @@ class RequestScheduler:
         self._warmed(request)
         self._grow(now, request, int(not event.known and not request.spec.deferred))
         if attempt is not None:
-            for read in event.how.loads:
-                self._cluster.read_measured(attempt.prefill_claim, *read, now)
+            self._learn_reads(now, attempt, event.how)
             self._calls.first_token(attempt, now)
             self._learn(now, request, attempt, event.how)
             self._cluster.answer_grew(attempt.decode_claim, max(request.tokens, 1), now)
-        if request.spec.choices == 1:  # lengths are learnt of single answers
-            self._lengths.begin(request.spec.number, request.spec.stratum)
+        self._begin_length(request)
         if event.finish is not None:
             self._complete(now, request, event.finish)
         elif attempt is not None and attempt.decode_phase is DecodePhase.RESERVED:
             self._calls.start_sequence(request, attempt)
+
+    def _prompt_computed(
+        self,
+        now: float,
+        request: ScheduledRequest,
+        attempt: ScheduledAttempt | None,
+        how: PrefillMeasurements | None = None,
+    ) -> None:
+        """An instance in the role both has computed the prompt, or has sent tokens without a word about it."""
+        if attempt is None or not attempt.decision.both or attempt.prefill_phase is not PrefillPhase.CALLED:
+            return
+        self._warmed(request)
+        if how is not None:
+            self._learn_reads(now, attempt, how)
+        self._calls.prompt_computed(attempt, now)
+        if how is not None:
+            self._learn(now, request, attempt, how)
+        self._begin_length(request)
+
+    def _begin_length(self, request: ScheduledRequest) -> None:
+        if request.spec.choices == 1:  # lengths are learnt of single answers
+            self._lengths.begin(request.spec.number, request.spec.stratum)
+
+    def _learn_reads(self, now: float, attempt: ScheduledAttempt, how: PrefillMeasurements) -> None:
+        for read in how.loads:
+            self._cluster.read_measured(attempt.prefill_claim, *read, now)
 
     def _grow(self, now: float, request: ScheduledRequest, tokens: int) -> None:
         """The answer has new tokens, which the tenant's budget pays for."""
@@ -747,6 +810,7 @@ class RequestScheduler:
         self._grow(now, request, event.count)
         self._lengths.grew(request.spec.number, request.tokens)
         if attempt is not None:  # decode begins only with all KV there
+            self._prompt_computed(now, request, attempt)
             if attempt.decode_phase is not DecodePhase.STREAMING:
                 attempt.enter_decode(DecodePhase.STREAMING)
             self._timers.clear((TimerKind.DELIVERY, request.spec.number))
@@ -804,6 +868,9 @@ class RequestScheduler:
         """Note why an instance reserved nothing: full, too slow, or unreachable."""
         if isinstance(result, Failure) and result.kind is FailureKind.OVERLOADED:
             attempt.full = result
+            if result.reason == STALE:
+                request.stale_answers += 1
+                self._calls.stale_check.answers += 1
             available, total = self._cluster.decodes.available_of(call.instance)
             if result.reason == NO_DECODE_ROOM and total:  # the instance is still a member
                 self.memory_queue.refused(call.instance, available)

@@ -1,12 +1,10 @@
-"""The contract for reasoning parsers: where a model's thinking ends and the answer begins.
-
-A model's family is a `ReasoningFormat`, an entry of `REASONING_PARSERS`; docs/extend/reasoning_parser.md lists the
-steps.
-"""
+"""Where a model's thinking ends and the answer begins, by the marks of a `ReasoningFormat`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from moonpool.base.answer_formats import ReasoningFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,23 +12,6 @@ class ReasoningText:
     """The next text of the thinking."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """How a model family marks thinking.
-
-    Attributes:
-        begin: text before the thinking.
-        end: text behind the thinking.
-    """
-
-    begin: str
-    end: str
-
-    def is_open(self, prompt: str) -> bool:
-        """Whether a prompt ends within the thinking, so that the answer begins with the thinking."""
-        return prompt.rstrip().endswith(self.begin)
 
 
 class ReasoningParser:
@@ -81,11 +62,11 @@ class ReasoningParser:
         """Move thinking to `output`; white space at the end, and a possible beginning of the mark, is held."""
         if not self.thought:
             self._held = self._held.lstrip()
-        before, mark, behind = self._held.partition(self._format.end)
+        ends = (self._format.end, *self._format.also_ends)
+        at, mark = min(((at, end) for end in ends if (at := self._held.find(end)) >= 0), default=(0, ""))
+        before, behind = self._held[:at], self._held[at:].removeprefix(self._format.end)
         if not mark:
-            size = len(self._held)
-            overlap = next((n for n in range(min(size, len(self._format.end) - 1), 0, -1) if self._ends_with(n)), 0)
-            before = self._held[: size - overlap]
+            before = self._held[: len(self._held) - max(self._overlap(end) for end in ends)]
         said = before.rstrip()
         if said:
             output.append(ReasoningText(said))
@@ -94,5 +75,7 @@ class ReasoningParser:
         if mark:
             self._state = "ended"
 
-    def _ends_with(self, chars: int) -> bool:
-        return self._held.endswith(self._format.end[:chars])
+    def _overlap(self, end: str) -> int:
+        """Number of characters at the end of what is held that may begin `end`."""
+        longest = min(len(self._held), len(end) - 1)
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(end[:size])), 0)

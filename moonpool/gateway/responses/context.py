@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moonpool.gateway.batches.runner import BatchRunner
 from moonpool.gateway.responses.background import BackgroundResponses
 from moonpool.gateway.responses.pins import ResponsePins
 from moonpool.gateway.responses.store import ResponseStore
@@ -18,8 +19,10 @@ class ResponsesContext(GatewayContext):
         responses: stored responses and conversations.
         pins: KV pins for conversations that clients continue by an id.
         background: responses that are computed while no client waits.
+        batches: runs batches; None = this gateway keeps none.
     """
 
     responses: ResponseStore
     pins: ResponsePins
     background: BackgroundResponses
+    batches: BatchRunner | None = None

@@ -6,17 +6,17 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from moonpool.base.answer_formats import DEFAULT_CALL_ID, AnswerFormat, HarmonyCalls, ReasoningFormat
 from moonpool.client import Choice
-from moonpool.gateway.reasoning_parsers.base import ReasoningFormat, ReasoningParser, ReasoningText
+from moonpool.gateway.reasoning_parsers.base import ReasoningParser, ReasoningText
 from moonpool.gateway.serving.tool_set import ToolSet
+from moonpool.gateway.tool_parsers import answer_reader
 from moonpool.gateway.tool_parsers.base import (
-    DEFAULT_CALL_ID,
     ArgumentsDelta,
     ParsedToolCall,
     ParserOutput,
     ToolCallStart,
     ToolParser,
-    ToolParserFamily,
 )
 from moonpool.gateway.tool_parsers.json_calls import ForcedToolParser
 
@@ -51,17 +51,19 @@ class AnswerReading:
 
     Attributes:
         tools: functions that may be called; None = none.
-        family: how the model writes calls; unused without tools and for forced calls.
+        row: how the model writes answers; None = not known, so that calls come in no form but a schema's.
         reasoning: how the model marks thinking; None = the answers are text only.
         thinks_at_once: the answers begin within the thinking, because the prompt has begun the thinking.
         count_reasoning: returns how many of an answer's tokens are thinking and marks.
+        calls_before: calls of the conversation before the answers.
     """
 
     tools: ToolSet | None = None
-    family: ToolParserFamily | None = None
+    row: AnswerFormat | None = None
     reasoning: ReasoningFormat | None = None
     thinks_at_once: bool = False
     count_reasoning: Callable[[Sequence[int]], int] = len
+    calls_before: int = 0
 
 
 class AnswerParser:
@@ -74,7 +76,9 @@ class AnswerParser:
     def __init__(self, reading: AnswerReading = AnswerReading()) -> None:  # frozen
         self._reading = reading
         self._request_id = ""
-        self._id_format = reading.family.id_format if reading.family is not None else DEFAULT_CALL_ID
+        self._id_format = reading.row.call_id if reading.row is not None else DEFAULT_CALL_ID
+        self._has_channels = reading.row is not None and isinstance(reading.row.calls, HarmonyCalls)
+        self._thought_choices: set[int] = set()  # choices with thinking of a channel
         self._thinking: dict[int, ReasoningParser] = {}  # by choice
         self._parsers: dict[int, ToolParser] = {}  # by choice
         self._num_calls: dict[int, int] = {}  # calls that have started, by choice
@@ -91,7 +95,9 @@ class AnswerParser:
     def reasoning_tokens(self, answers: Sequence[Choice]) -> int:
         """Number of thinking tokens in the answers, all of which were parsed."""
         thought = [
-            answer for index, answer in enumerate(answers) if index in self._thinking and self._thinking[index].thought
+            answer
+            for index, answer in enumerate(answers)
+            if index in self._thought_choices or (index in self._thinking and self._thinking[index].thought)
         ]
         return sum(self._reading.count_reasoning(answer.token_ids) for answer in thought)
 
@@ -125,7 +131,7 @@ class AnswerParser:
 
     def _thought(self, text: str, choice: int) -> Sequence[ReasoningText | str]:
         """The thinking and the rest in the next text."""
-        if self._reading.reasoning is None:
+        if self._reading.reasoning is None or self._has_channels:
             return [text] if text else []
         if choice not in self._thinking:
             is_open = self._reading.thinks_at_once
@@ -142,38 +148,47 @@ class AnswerParser:
                 yield from self._numbered(parser.push(part), choice)
 
     def _parser(self, choice: int) -> ToolParser | None:
-        tools = self._reading.tools
-        if tools is not None and choice not in self._parsers:
-            self._parsers[choice] = self._new_parser(tools)
+        if choice not in self._parsers and (parser := self._new_parser()) is not None:
+            self._parsers[choice] = parser
         return self._parsers.get(choice)
 
-    def _new_parser(self, tools: ToolSet) -> ToolParser:
-        if tools.tool_choice is not None:
-            return ForcedToolParser(tools.tool_choice, tools.names)
-        assert self._reading.family is not None, "checked when the tools were offered"
-        return self._reading.family.make(tools.parameters)
+    def _new_parser(self) -> ToolParser | None:
+        tools, row = self._reading.tools, self._reading.row
+        if row is not None and (tools is not None or row.always):
+            return answer_reader(row, {} if tools is None else tools.parameters)
+        if tools is None:
+            return None
+        assert tools.tool_choice is not None, "checked when the tools were offered"
+        return ForcedToolParser(tools.tool_choice, tools.names)
 
     def _numbered(self, output: Sequence[ParserOutput], choice: int) -> Iterator[AnswerPart]:
         for part in output:
             match part:
                 case str():
                     yield part
+                case ReasoningText():
+                    self._thought_choices.add(choice)
+                    yield part
                 case ParsedToolCall(name, arguments):
                     yield from self._start_call(choice, name, arguments)
-                case ToolCallStart(name):
-                    yield from self._start_call(choice, name, "")
+                case ToolCallStart(name, number):
+                    yield from self._start_call(choice, name, "", number)
                 case ArgumentsDelta(text):
                     if not self._dropping.get(choice):
                         yield AnswerArgumentsDelta(self._num_calls[choice] - 1, text)
 
-    def _start_call(self, choice: int, name: str, arguments: str) -> Iterator[AnswerToolCall]:
+    def _start_call(
+        self, choice: int, name: str, arguments: str, written: int | None = None
+    ) -> Iterator[AnswerToolCall]:
         """The next call, unless the answer may have only one call and has that call."""
         number = self._num_calls.get(choice, 0)
         tools = self._reading.tools
         self._dropping[choice] = bool(number) and tools is not None and not tools.parallel
         if not self._dropping[choice]:
             self._num_calls[choice] = number + 1
-            yield AnswerToolCall(number, self._call_id(choice, number), name, arguments)
+            counted = self._reading.calls_before + number if written is None else written
+            yield AnswerToolCall(number, self._call_id(choice, number, name, counted), name, arguments)
 
-    def _call_id(self, choice: int, number: int) -> str:
-        return self._id_format.format(hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest())
+    def _call_id(self, choice: int, number: int, name: str, counted: int) -> str:
+        digits = hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest()
+        return self._id_format.format(digits=digits, name=name, number=counted)

@@ -26,6 +26,8 @@ MAX_WARNED_FIELDS = 16
 """Ignored fields that the warning header names."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 CheckedBodyT = TypeVar("CheckedBodyT", bound=Body, covariant=True)
+TENANT_SCOPE = "moonpool.tenant"
+"""Key in the scope of a request that the gateway sends to itself: the tenant, whose key was checked before."""
 
 
 class Authenticator:
@@ -58,6 +60,8 @@ class Authenticator:
         Raises:
             Unauthenticated: the API key is missing or unknown.
         """
+        if TENANT_SCOPE in request.scope:
+            return str(request.scope[TENANT_SCOPE])
         return "" if self._keys is None else self._keys.tenant(_api_key(request))
 
     def visible_tenants(self, request: Request) -> Callable[[str], bool]:
@@ -100,7 +104,7 @@ class Authenticator:
             Unavailable: the bodies of all requests in progress take too much memory.
             InvalidRequest: a field is wrong; names the field.
         """
-        if self._keys is None or not uses_budget:
+        if self._keys is None or not uses_budget or TENANT_SCOPE in request.scope:
             caller = AuthenticatedCaller(self.tenant(request))
         else:
             caller = self._admit(self._keys, _api_key(request))

@@ -118,31 +118,48 @@ class RequestBuilder:
         offered = tools or known
         if tools is not None:
             job.arguments["tools"] = tools.definitions
-        if offered is not None and offered.tool_choice is not None:
-            if job.sampling.response_format:
-                raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
-            schema = to_json_bytes(offered.schema()).decode()
-            unbound = replace(job.sampling, thinking_budget=None, thinking_marks=())  # the format has no thinking
-            job.arguments["sampling"] = replace(unbound, response_format="json_schema", grammar=schema)
-            job.format_field = "tools"
-            return AnswerParser(AnswerReading(offered))
-        family = None if offered is None else self._tokenizer.tool_parser(job.state.model)
+        is_forced = offered is not None and offered.tool_choice is not None
+        if is_forced and job.sampling.response_format:
+            raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
+        row = self._tokenizer.answer_format(job.state.model)
+        if offered is not None and row is None:
+            return self._force_by_schema(job, offered)
         # An answer that is held to a format has no place for thinking.
         reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
         special_id = self._tokenizer.special_id
-        if family is not None or (reasoning is not None and special_id(reasoning.end) is not None):
+        reads_calls = row is not None and (offered is not None or row.always)
+        if reads_calls or (reasoning is not None and special_id(reasoning.end) is not None):
             # Some models mark calls and thinking with special tokens.
             job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
-        if offered is not None and family is not None and not job.sampling.response_format:
+        if offered is not None and row is not None and not job.sampling.response_format:
             thinking = None
             if reasoning is not None:
                 thinking = Thinking(reasoning.begin, reasoning.end, self._is_thinking(job))
-            if grammar := offered.grammar(family, AnswerGrammar(special_id, thinking)):
+            if grammar := offered.grammar(row, AnswerGrammar(special_id, thinking)):
                 job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
-        if reasoning is None:
-            return AnswerParser(AnswerReading(offered, family))
-        count = partial(self._tokenizer.tokens_through, reasoning.end)
-        return AnswerParser(AnswerReading(offered, family, reasoning, self._is_thinking(job), count))
+                job.format_field = "tools"
+        reading = AnswerReading(offered, row, calls_before=_num_calls(job))
+        if reasoning is not None:
+            count = partial(self._tokenizer.tokens_through, reasoning.end)
+            is_thinking = self._is_thinking(job)
+            reading = replace(reading, reasoning=reasoning, thinks_at_once=is_thinking, count_reasoning=count)
+        return AnswerParser(reading)
+
+    def _force_by_schema(self, job: GenerationJob, offered: ToolSet) -> AnswerParser:
+        """Let a model call whose own form of calls is not known: an answer that has to call follows a schema.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+            InvalidRequest: the model may answer with text, so that the form of its calls must be known; names `tools`.
+        """
+        if offered.tool_choice is None:
+            self._tokenizer.check_model(job.state.model)
+            raise InvalidRequest("tools", self._tokenizer.unknown_format())
+        schema = to_json_bytes(offered.schema()).decode()
+        unbound = replace(job.sampling, thinking_budget=None, thinking_marks=())  # the format has no thinking
+        job.arguments["sampling"] = replace(unbound, response_format="json_schema", grammar=schema)
+        job.format_field = "tools"
+        return AnswerParser(AnswerReading(offered))
 
     def _is_thinking(self, job: GenerationJob) -> bool:
         """Whether the prompts begin the thinking. Prompts of token ids and continued answers do not."""
@@ -175,3 +192,9 @@ class RequestBuilder:
             template_kwargs=arguments.get("chat_template_kwargs") or {},
         )
         return await self._tokenizer.encode_chat(messages, tools, state.max_tokens, options, special=special)
+
+
+def _num_calls(job: GenerationJob) -> int:
+    """Calls in the conversation before the answer."""
+    messages = job.prompts[0].get("messages") or () if job.prompts else ()
+    return sum(len(message.get("tool_calls") or ()) for message in messages)

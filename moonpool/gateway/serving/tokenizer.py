@@ -10,33 +10,55 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from moonpool.base.answer_formats import (
+    FORMATS,
+    REASONING_FORMATS,
+    AnswerFormat,
+    FoundFormat,
+    ReasoningFormat,
+    found_format,
+)
 from moonpool.base.checkpoint import ChatOptions, Tokenizer
 from moonpool.base.errors import InvalidRequest, Mismatch
 from moonpool.client import Message
-from moonpool.gateway.reasoning_parsers import REASONING_PARSERS, reasoning_parser_of
-from moonpool.gateway.reasoning_parsers.base import ReasoningFormat
-from moonpool.gateway.tool_parsers import TOOL_PARSERS, tool_parser_of
-from moonpool.gateway.tool_parsers.base import ToolParserFamily
 
 T = TypeVar("T")
 AUTO = "auto"
-GENERIC_TOOL_PARSER = "hermes"
-"""Parser of the calls that `moonpool.base.checkpoint.generic_tools` asks for."""
+GENERIC_FORMAT = FORMATS["hermes"]
+"""Format of the calls that `moonpool.base.checkpoint.generic_tools` asks for."""
 MAX_TEMPLATE_VARIANTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """Which parsers read the answers: keys of `TOOL_PARSERS` and `REASONING_PARSERS`; "auto" = by the chat template."""
+    """How answers are read: keys of `FORMATS` and `REASONING_FORMATS`; "auto" = by the chat template; "none" = not."""
 
     tool_call: str = AUTO
     reasoning: str = AUTO
 
 
+def chosen_format(tokenizer: Tokenizer, parsers: ParserNames, architecture: str = "") -> FoundFormat:
+    """How a model writes answers: as the settings say, else as the chat template shows.
+
+    Templates that take no tools get them, and the format of calls, in a system message.
+    """
+    found = found_format(tokenizer.chat_template, architecture)
+    row, reasoning, note = found.row, found.reasoning, found.note
+    if parsers.tool_call != AUTO:
+        row, note = FORMATS.get(parsers.tool_call), ""
+    elif not tokenizer.takes_tools and (row is None or not row.always):
+        row, note = GENERIC_FORMAT, ""
+    if parsers.reasoning != AUTO:
+        reasoning = REASONING_FORMATS.get(parsers.reasoning)
+    return FoundFormat(row, reasoning, note)
+
+
 class GatewayTokenizer:
     """Tokenizer and chat template of a checkpoint. Long work runs on threads."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, threads: Executor, parsers: ParserNames) -> None:
+    def __init__(
+        self, name: str, tokenizer: Tokenizer, threads: Executor, parsers: ParserNames, architecture: str = ""
+    ) -> None:
         """Wrap the tokenizer of a checkpoint.
 
         Args:
@@ -44,17 +66,13 @@ class GatewayTokenizer:
             tokenizer: the tokenizer of the checkpoint.
             threads: threads that tokenise.
             parsers: how answers are read.
+            architecture: the model's class, as a witness of the formats; "" = unknown.
         """
         self._name = name
         self._tokenizer = tokenizer
         self._threads = threads
-        template = tokenizer.chat_template
-        calls, thinking = parsers.tool_call, parsers.reasoning
-        if calls == AUTO:
-            # Templates that take no tools get them, and the format of calls, in a system message.
-            calls = tool_parser_of(template) if tokenizer.takes_tools else GENERIC_TOOL_PARSER
-        self._tool_parser = TOOL_PARSERS.get(calls)
-        self._reasoning = REASONING_PARSERS.get(reasoning_parser_of(template) if thinking == AUTO else thinking)
+        self.found = chosen_format(tokenizer, parsers, architecture)
+        """How the model writes answers, and what a person should know of that."""
         self._thinks_at_once: dict[str, bool] = {}  # by the template's variables
 
     async def encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
@@ -152,24 +170,18 @@ class GatewayTokenizer:
             "chat_template": self._tokenizer.chat_template or None,
         }
 
-    def tool_parser(self, served: str) -> ToolParserFamily:
-        """How the model writes tool calls.
+    def answer_format(self, served: str) -> AnswerFormat | None:
+        """How the model writes answers; None if unknown, or the cluster serves another model."""
+        return self.found.row if served == self._name else None
 
-        Raises:
-            Mismatch: the cluster serves another model.
-            InvalidRequest: the format is unknown; names `tools`.
-        """
-        self.check_model(served)
-        if self._tool_parser is None:
-            known = ", ".join(TOOL_PARSERS)
-            raise InvalidRequest(
-                "tools", f"the format of this model's tool calls is unknown; --tool-call-parser has {known}"
-            )
-        return self._tool_parser
+    def unknown_format(self) -> str:
+        """What to tell a client who offers functions to a model whose form of calls is not known."""
+        known = ", ".join(FORMATS)
+        return f"the format of this model's tool calls is unknown; --tool-call-parser has {known}"
 
     def reasoning(self, served: str) -> ReasoningFormat | None:
         """How the model marks thinking; None if the model does not think, or the cluster serves another model."""
-        return self._reasoning if served == self._name else None
+        return self.found.reasoning if served == self._name else None
 
     def thinks_at_once(self, template_kwargs: Mapping[str, Any]) -> bool:
         """Whether the chat template begins the thinking, so that answers begin within the thinking."""
@@ -182,7 +194,8 @@ class GatewayTokenizer:
                 return False
             if len(self._thinks_at_once) >= MAX_TEMPLATE_VARIANTS:
                 self._thinks_at_once.clear()
-            self._thinks_at_once[key] = self._reasoning is not None and self._reasoning.is_open(prompt)
+            reasoning = self.found.reasoning
+            self._thinks_at_once[key] = reasoning is not None and reasoning.is_open(prompt)
         return self._thinks_at_once[key]
 
     def template_has(self, variable: str) -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moonpool.base.answer_formats import AnswerFormat
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar
 from moonpool.base.json_schema import SchemaWordError, close_objects, moved_schema
-from moonpool.gateway.tool_parsers.base import (
-    ToolParserFamily,
-)
+from moonpool.gateway.tool_parsers import forced_grammar, strict_grammar
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_FORCED_CALLS = 16
@@ -50,24 +49,37 @@ class ToolSet:
             definition["function"]["name"] for definition in self.definitions if definition["function"].get("strict")
         )
 
-    def grammar(self, family: ToolParserFamily, answer: AnswerGrammar) -> str:
-        """Lark grammar for answers in which strict functions' calls follow their schemas; "" if no function is strict.
+    def grammar(self, row: AnswerFormat, answer: AnswerGrammar) -> str:
+        """Lark grammar for answers that must call, or in which strict functions' calls follow their schemas.
+
+        "" if no call is forced and no function is strict. Objects of a forced call have only the named members, as in
+        `schema`.
 
         Raises:
-            InvalidRequest: the parameters of a strict function cannot be followed; names `tools`.
+            InvalidRequest: the parameters of a function cannot be followed; names `tools`.
         """
-        if not self.strict:
+        if self.tool_choice is None and not self.strict:
             return ""
-        anything = {"type": "object"}
-        held = {name: schema if name in self.strict else anything for name, schema in self.parameters.items()}
         try:
-            family.hold(answer, held)
+            if self.tool_choice is not None:
+                names = [self.tool_choice] if self.tool_choice else list(self.parameters)
+                forced = {name: close_objects(self.parameters[name]) for name in names}
+                return forced_grammar(row, answer, forced, 1 if self.tool_choice else self.most_calls)
+            anything = {"type": "object"}
+            held = {name: schema if name in self.strict else anything for name, schema in self.parameters.items()}
+            return strict_grammar(row, answer, held)
         except SchemaWordError as error:
             raise InvalidRequest("tools", str(error)) from None
-        return answer.lark()
+
+    @property
+    def most_calls(self) -> int:
+        """Calls that a forced answer may have."""
+        return MAX_FORCED_CALLS if self.parallel else 1
 
     def schema(self) -> dict[str, Any]:
         """JSON schema for an answer that must call: a function's arguments, or a list of calls.
+
+        For models whose own form of calls is not known.
 
         Objects have only the named members, unless `additionalProperties` says otherwise: small models would continue
         with further members until the answer is cut.
@@ -84,9 +96,14 @@ class ToolSet:
             }
             for name in parameters
         ]
-        most = MAX_FORCED_CALLS if self.parallel else 1
         definitions = {name: moved_schema(schema, f"/$defs/{name}") for name, schema in parameters.items()}
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": definitions}
+        return {
+            "type": "array",
+            "items": {"anyOf": calls},
+            "minItems": 1,
+            "maxItems": self.most_calls,
+            "$defs": definitions,
+        }
 
 
 def tool_definition(

@@ -32,8 +32,8 @@ async function look() {
 function draw(state) {
   byId("flow").replaceChildren(...flow(state));
   byId("figures").replaceChildren(...figures(state));
-  const kinds = ["prefill", "decode", "kvstore"];
-  const groups = kinds.map((kind) => [kind, state.instances.filter((each) => each.kind === kind)]);
+  const role = (each) => (each.computes_prompts ? "both" : each.kind);
+  const groups = ["prefill", "decode", "both", "kvstore"].map((name) => [name, state.instances.filter((each) => role(each) === name)]);
   byId("map").replaceChildren(...groups.filter(([, found]) => found.length).flatMap(([kind, found]) => [
     el("h2", {}, kind),
     el("div", { class: "kind" }, found.map(instance)),
@@ -42,11 +42,11 @@ function draw(state) {
 
 /** The way of a request, with what each station does now. */
 function flow({ recent, queue, instances }) {
-  const of = (kind) => instances.filter((each) => each.kind === kind);
+  const of = (kind) => instances.filter((each) => each.kind === kind || (kind === "prefill" && each.computes_prompts));
   const sum = (found, name) => found.reduce((total, each) => total + (each[name] ?? 0), 0);
   const window = recent.window_s || 1;
   const [prefills, decodes, stores] = ["prefill", "decode", "kvstore"].map(of);
-  const kept = sum([...prefills, ...decodes], "cached_blocks");
+  const kept = sum(instances.filter((each) => each.kind !== "kvstore"), "cached_blocks");
   const stored = stores.flatMap(({ tiers }) => tiers).reduce((total, { blocks }) => total + blocks, 0);
   const many = (number, name) => `${count(number)} ${name}${number === 1 ? "" : "s"}`;
   const stations = [

@@ -1,59 +1,49 @@
-"""Tool calls as JSON behind a mark: the formats of Hermes and Qwen, Llama 3, and Mistral.
+"""Tool calls as JSON: `{"name": ..., "arguments": {...}}`, in a list, or arguments behind a function's name.
 
-Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Llama 3 writes `{"name": ...,
-"parameters": {...}}` as the whole answer, also after `<|python_tag|>`, with `;` between calls. Mistral writes
-`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` or, later, `[TOOL_CALLS]NAME[ARGS]{...}`.
-
-Text is passed on at once. A call is passed on as soon as the function is known and the arguments have begun. From there
-on the call is a call, whatever the arguments turn out to be: an answer read whole has to say the same as a streamed
-answer.
+A call is passed on as soon as the function is known and the arguments have begun. From there on the call is a call,
+whatever the arguments turn out to be: an answer read whole has to say the same as a streamed answer.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from moonpool.base.answer_formats import JsonCalls
 from moonpool.base.grammar import AnswerGrammar
 from moonpool.gateway.tool_parsers.base import (
     SPACE,
     ArgumentsDelta,
+    CallReader,
     ParsedToolCall,
     ParserOutput,
     ToolCallStart,
     ToolParameters,
     ToolParser,
-    ToolParserFamily,
-    call_head,
-    json_call,
-    marker_overlap,
     parse_json,
     tool_call_from_json,
 )
+from moonpool.gateway.tool_parsers.forms import CallForms, written
+from moonpool.gateway.tool_parsers.marked_text import Openings
 
 MAX_NAME_CHARS = 256
 """Characters that may stand between a marker and the JSON, in formats where the name stands there."""
-_NAME_BEFORE_JSON = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
-_CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_CALL_HEAD = re.compile(
+    r'\{\s*(?:"(?:tool_call_id|id|type)"\s*:\s*"[^"]*"\s*,\s*)*"(?:name|tool_name)"\s*:\s*"(?P<name>[\w.-]+)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*'
+)
 """Start of a call whose arguments can be sent before the call ends."""
+_FIELDS = {"{name}": r"(?P<name>[\w.-]+?)", "{number}": r"(?P<number>\d{1,6})", "{id}": r"[\w-]+"}
+_FIELD = re.compile(r"(\{name\}|\{number\}|\{id\}|\s+)")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallFormat:
-    """How a family of models writes tool calls.
-
-    Attributes:
-        marker: text before a call.
-        end_marker: text that may follow a call and is not passed on.
-        allow_unmarked: a call that is the whole answer needs no marker.
-        name_before_json: the name may stand before the JSON, and the JSON may be a list of calls.
-    """
-
-    marker: str
-    end_marker: str = ""
-    allow_unmarked: bool = False
-    name_before_json: bool = False
+def head_expression(head: str) -> re.Pattern[str]:
+    """A regular expression of what stands before the arguments, in a row's notation."""
+    parts = [_FIELDS.get(part, r"\s*" if part.isspace() else re.escape(part)) for part in _FIELD.split(head)]
+    return re.compile(rf"\s*{''.join(parts)}\s*(?=\{{)")
 
 
 @dataclass(slots=True)
@@ -63,6 +53,7 @@ class PartialToolCall:
     start: int
     end: int | None = None
     name: str = ""
+    number: int | None = None
     arguments: int = 0
     arguments_end: int | None = None
 
@@ -73,19 +64,32 @@ class ToolCallJson:
     The caller passes the whole text so far each time. Every character is looked at once.
     """
 
-    def __init__(self, names: Collection[str], marker_chars: int = 0, *, name_before_json: bool = True) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        marker_chars: int = 0,
+        heads: Collection[re.Pattern[str]] = (),
+        *,
+        only_heads: bool = False,
+        takes_list: bool = True,
+    ) -> None:
         """Start before the first character.
 
         Args:
             names: functions that may be called.
-            marker_chars: characters before the JSON: white space and the marker.
-            name_before_json: the JSON may be a list, or may have a function's name before it.
+            marker_chars: characters before the JSON: the marker.
+            heads: what may stand before the arguments of a call, with the function's name.
+            only_heads: the JSON is always a call's arguments.
+            takes_list: the JSON may be a list of calls.
         """
         self._names = names
         self._marker_chars = marker_chars
-        self._name_before_json = name_before_json
+        self._heads = heads
+        self._only_heads = only_heads
+        self._takes_list = takes_list
         self._start: int | None = None
         self._name = ""
+        self._number: int | None = None
         self._outer_depth = 0  # depth around a call
         self._scanned = 0
         self._depth = 0
@@ -130,7 +134,7 @@ class ToolCallJson:
                 continue
             if self._sent_chars is None:
                 self.streamed, self._sent_chars = True, call.arguments
-                yield ToolCallStart(call.name)
+                yield ToolCallStart(call.name, call.number)
             end = len(text) if call.arguments_end is None else call.arguments_end
             if end > self._sent_chars:
                 yield ArgumentsDelta(text[self._sent_chars : end])
@@ -146,17 +150,21 @@ class ToolCallJson:
 
     def _find_start(self, rest: str) -> bool:
         stripped = rest.lstrip()
-        if stripped.startswith("{") or (self._name_before_json and stripped.startswith("[")):
+        if not self._only_heads and stripped.startswith(("{", "[") if self._takes_list else "{"):
             self._start = self._marker_chars + len(rest) - len(stripped)
             self._outer_depth = int(stripped.startswith("["))
-        elif self._name_before_json and (match := _NAME_BEFORE_JSON.match(rest)):
-            self._name, self._start = match["name"], self._marker_chars + match.end()
+        else:
+            match = next((found for head in self._heads if (found := head.match(rest))), None)
+            if match is not None:
+                self._name, self._start = match["name"], self._marker_chars + match.end()
+                number = match.groupdict().get("number")
+                self._number = None if number is None else int(number)
         self._scanned = self._start or 0
         return self._start is not None
 
     def _may_start(self, rest: str) -> bool:
         stripped = rest.lstrip()
-        return not stripped or (self._name_before_json and len(stripped) < MAX_NAME_CHARS and "{" not in stripped)
+        return not stripped or (bool(self._heads) and len(stripped) < MAX_NAME_CHARS and "{" not in stripped)
 
     def _scan(self, text: str) -> int | None:
         """Scan the new characters. Both kinds of brackets count alike; `calls` refuses JSON that mixes them."""
@@ -183,7 +191,7 @@ class ToolCallJson:
         """Note the start of a call, or of a call's arguments."""
         if self._name:
             if self._depth == 1:
-                self._calls.append(PartialToolCall(at, name=self._name, arguments=at))
+                self._calls.append(PartialToolCall(at, name=self._name, number=self._number, arguments=at))
         elif self._depth == self._outer_depth + 1:
             self._calls.append(PartialToolCall(at))
         elif self._depth == self._outer_depth + 2 and text[at] == "{":
@@ -203,93 +211,55 @@ class ToolCallJson:
             call.end = end
 
 
-class MarkedToolParser(ToolParser):
-    """Finds calls that the model marks, in the family's format."""
+class JsonCallReader(CallReader):
+    """Reads JSON behind a mark."""
 
-    def __init__(self, call_format: ToolCallFormat, names: Collection[str]) -> None:
-        """Start an answer.
-
-        Args:
-            call_format: format of the model's family.
-            names: functions that may be called; a call of another function is text.
-        """
-        self._format = call_format
-        self._names = names
-        self._held = ""  # text that may be part of a call or precede a call
-        self._json: ToolCallJson | None = None  # for the call at the start of `_held`
-        self._had_text = False
-        self._last_was_call = False
+    def __init__(self, calls_json: ToolCallJson) -> None:
+        """Start at the mark."""
+        self._json = calls_json
+        self._text = ""
+        self.rest: str | None = None
 
     def push(self, text: str) -> list[ParserOutput]:
-        self._held += text
-        output: list[ParserOutput] = []
-        while self._parse_call(output) if self._json is not None else self._parse_text(output):
-            pass
+        self._text += text
+        end = self._json.find_end(self._text)
+        output = list(self._json.stream(self._text if end is None else self._text[:end]))
+        if end is None:
+            return output
+        self.rest = self._text[end:]
+        if not self._json.streamed:
+            output += self._json.calls(self._text[:end]) or [self._text[:end]]
         return output
 
     def end(self) -> list[ParserOutput]:
-        rest, self._held = self._held, ""
-        if self._json is not None and self._json.streamed:
-            return []
-        is_end_marker = self._last_was_call and self._format.end_marker.startswith(rest.strip())
-        return [rest] if rest and not is_end_marker else []
+        return [] if self._json.streamed else [self._text]
 
-    def _parse_text(self, output: list[ParserOutput]) -> bool:
-        """Move the text before the next call to `output`. Returns whether there may be more to parse."""
-        call_format, stripped = self._format, self._held.lstrip()
-        if self._last_was_call and call_format.end_marker and stripped.startswith(call_format.end_marker):
-            self._held = stripped.removeprefix(call_format.end_marker)
-            return True
-        if call_format.allow_unmarked and not self._had_text and stripped.startswith("{"):
-            self._start_call(self._held.index("{"), 0, output)
-            return True
-        at = self._held.find(call_format.marker)
-        if at >= 0:
-            self._start_call(at, len(call_format.marker), output)
-            return True
-        self._move_text(self._certain_chars(stripped), output)
-        return False
 
-    def _certain_chars(self, stripped: str) -> int:
-        """Number of characters that are text for certain. White space at the end may precede a call."""
-        if self._last_was_call and self._format.end_marker.startswith(stripped):
-            return 0
-        return len(self._held[: len(self._held) - marker_overlap(self._held, self._format.marker)].rstrip())
+def json_openings(syntax: JsonCalls, tools: ToolParameters, hidden: tuple[str, ...] = ()) -> Openings:
+    """What begins a call in this form."""
+    heads = [head_expression(head) for head, _ in syntax.heads]
 
-    def _start_call(self, at: int, marker_chars: int, output: list[ParserOutput]) -> None:
-        """Start a call at a position. White space before the position belongs to the call."""
-        space = at - len(self._held[:at].rstrip())
-        self._move_text(at - space, output)
-        self._json = ToolCallJson(self._names, space + marker_chars, name_before_json=self._format.name_before_json)
+    def reader(mark: str) -> CallReader:
+        chars = 0 if mark == "{" else len(mark)
+        takes_list = mark != "{"
+        return JsonCallReader(
+            ToolCallJson(tools.keys(), chars, heads, only_heads=syntax.only_heads, takes_list=takes_list)
+        )
 
-    def _move_text(self, chars: int, output: list[ParserOutput]) -> None:
-        text, self._held = self._held[:chars], self._held[chars:]
-        if self._last_was_call:
-            text = text.lstrip()
-        if text:
-            output.append(text)
-            self._had_text, self._last_was_call = True, False
-
-    def _parse_call(self, output: list[ParserOutput]) -> bool:
-        """Move a complete call, or the call's new parts, to `output`. Returns whether there may be more to parse."""
-        assert self._json is not None
-        calls_json, end = self._json, self._json.find_end(self._held)
-        output += calls_json.stream(self._held if end is None else self._held[:end])
-        if end is None:
-            return False
-        calls = [] if calls_json.streamed else calls_json.calls(self._held[:end])
-        self._json = None
-        if calls or calls_json.streamed:
-            self._held, self._last_was_call = self._held[end:], True
-            output += calls
-        else:
-            self._last_was_call = False
-            self._move_text(end, output)
-        return True
+    return Openings(
+        reader,
+        marks=syntax.begins,
+        first_marks=(*syntax.at_start, *(("{",) if syntax.unmarked else ())),
+        hidden=(*hidden, *filter(None, syntax.around)),
+        closers=tuple(filter(None, (syntax.end, *syntax.closers))),
+    )
 
 
 class ForcedToolParser(ToolParser):
-    """Reads an answer that a grammar forces to be one function's arguments, or a list of calls."""
+    """Reads an answer that a schema forces to be one function's arguments, or a list of calls.
+
+    For models whose own form of calls is not known.
+    """
 
     def __init__(self, function: str, names: Collection[str]) -> None:
         """Start an answer.
@@ -329,46 +299,49 @@ class ForcedToolParser(ToolParser):
         return [*calls] if calls else [self._text] if self._text else []
 
 
-def _hold_hermes(answer: AnswerGrammar, tools: ToolParameters) -> None:
-    calls = [json_call(answer, name, "arguments", parameters) for name, parameters in tools.items()]
-    answer.add("<tool_call>", [f'"\\n" {call} "\\n" {answer.mark("</tool_call>")}' for call in calls])
-
-
-def _hold_llama3(answer: AnswerGrammar, tools: ToolParameters) -> None:
-    call = answer.form([json_call(answer, name, "parameters", parameters) for name, parameters in tools.items()])
-    answer.add("<|python_tag|>", [call])
-    # A terminal with the call's beginning tells a call from other text.
-    first = [
-        f'{answer.token(SPACE, call_head(name, "parameters"))} {answer.json(parameters)} "}}"'
-        for name, parameters in tools.items()
-    ]
-    answer.open_with([f'{answer.form(first)} (";" " "? {call})*'], rf'{SPACE}\{{{SPACE}"name"')
-
-
-def _hold_mistral(answer: AnswerGrammar, tools: ToolParameters) -> None:
-    call = answer.form([json_call(answer, name, "arguments", parameters) for name, parameters in tools.items()])
-    call_id = f"({answer.mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
+def json_forms(syntax: JsonCalls, answer: AnswerGrammar, tools: ToolParameters, more: str) -> CallForms:
+    """The forms of calls: objects, a list of objects, and arguments behind the function's name."""
+    objects = [] if syntax.only_heads else [_object(syntax, answer, *each) for each in tools.items()]
+    arguments = {name: answer.form([answer.json(schema)]) for name, schema in tools.items()} if syntax.heads else {}
     named = [
-        f"{answer.text(name)} {call_id} {answer.mark('[ARGS]')}? {answer.json(parameters)}"
-        for name, parameters in tools.items()
+        f"{_head(answer, before, name)} {inner} {written(answer, behind)}".rstrip()
+        for name, inner in arguments.items()
+        for before, behind in syntax.heads
     ]
-    answer.add("[TOOL_CALLS]", [f'" "? "[" {call} ("," " "? {call})* "]"', *named])
+    space, end = (f"{answer.text(syntax.space)} " if syntax.space else ""), written(answer, syntax.end)
+    call = answer.form(objects) if objects else ""
+    groups, alone = [], named
+    if objects and syntax.listed:
+        gap = answer.form([r"/[ \n]{0,8}/"])
+        rest = f' ("," {gap} {call}){more}' if more else ""
+        groups = [f'" "? "[" {gap} {call}{rest} {gap} "]" {end}'.rstrip()]
+    elif objects:
+        alone = [*named, f"{space}{call} {space}{end}".rstrip()]
+    opening = ""
+    if syntax.unmarked:
+        # A terminal with the call's beginning tells a call from other text.
+        first = [
+            f"{answer.token(SPACE, _object_head(syntax, name))} {answer.json(schema)} {answer.text('}')}"
+            for name, schema in tools.items()
+        ]
+        rest = f' (";" " "? {call}){more}' if more else ""
+        opening = answer.form([f"{answer.form(first)}{rest}"])
+    begun = rf'{SPACE}\{{{SPACE}"{syntax.name_key}"'
+    between = answer.text(syntax.between) if syntax.between else ""
+    return CallForms(syntax.begins, alone, groups, between, syntax.around, opening, begun)
 
 
-HERMES = ToolParserFamily(
-    lambda tools: MarkedToolParser(ToolCallFormat("<tool_call>", end_marker="</tool_call>"), tools.keys()),
-    lambda template: "<tool_call>" in template,
-    _hold_hermes,
-)
-_LLAMA3_FORMAT = ToolCallFormat("<|python_tag|>", end_marker=";", allow_unmarked=True)
-LLAMA3 = ToolParserFamily(
-    lambda tools: MarkedToolParser(_LLAMA3_FORMAT, tools.keys()),
-    lambda template: "<|python_tag|>" in template or ('"parameters"' in template and "<|start_header_id|>" in template),
-    _hold_llama3,
-)
-MISTRAL = ToolParserFamily(
-    lambda tools: MarkedToolParser(ToolCallFormat("[TOOL_CALLS]", name_before_json=True), tools.keys()),
-    lambda template: "[TOOL_CALLS]" in template,
-    _hold_mistral,
-    id_format="{:.9}",  # Mistral's chat templates refuse other ids
-)
+def _object_head(syntax: JsonCalls, name: str) -> str:
+    return f'{{{syntax.first_members}"{syntax.name_key}": {json.dumps(name)}, "{syntax.arguments_key}": '
+
+
+def _object(syntax: JsonCalls, answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+    """The form of a call that is an object."""
+    return f"{_head(answer, _object_head(syntax, name), name)} {answer.json(parameters)} {answer.text('}')}"
+
+
+def _head(answer: AnswerGrammar, head: str, name: str) -> str:
+    """What stands before the arguments, in a row's notation, as a form."""
+    fields = {"{name}": answer.text(name), "{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
+    parts = re.split(r"(\{name\}|\{number\}|\{id\})", head)
+    return " ".join(fields.get(part) or written(answer, part) for part in parts if part)

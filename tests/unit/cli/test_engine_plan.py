@@ -1,7 +1,7 @@
 """Which engines a local stack gets, why, and how they hold their weights."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackPlan:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine_plan, "gives_large_pages", lambda folder: True)
     monkeypatch.setattr(engine_plan, "available_bytes", lambda: 100 * EACH)
-    monkeypatch.setattr(engine_plan, "ONE_ENGINE_WORKS", True)
     return StackPlan(str(model_dir()), tmp_path, engines="auto")
 
 
@@ -66,6 +65,12 @@ def test_the_users_decision_stands_without_a_word(plan: StackPlan) -> None:
         assert decide_engines(asked, one_client=engines == "split") == (asked, "")
 
 
+@pytest.mark.parametrize("extra", [{"prefill": ["--set", "max_queue=9"]}, {"decode": GPU}])
+def test_settings_of_prefill_need_a_prefill_instance(plan: StackPlan, extra: dict[str, list[str]]) -> None:
+    with pytest.raises(ConfigError, match="engines: one engine has no prefill instance, which has settings of its own"):
+        decide_engines(replace(plan, engines="one", extra=extra), one_client=False)
+
+
 def test_one_engine_where_two_do_not_fit(plan: StackPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that share their weights need less; a checkpoint that cannot be read is the services' to refuse."""
     memory = engine_plan.engine_memory(plan)
@@ -92,7 +97,7 @@ def told(plan: StackPlan) -> tuple[StackPlan, str]:
 def test_engines_share_their_weights(plan: StackPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     split = replace(plan, engines="split", extra={"decode": ["--max-num-seqs", "4"]})
     assert told(split)[0] == split, "small weights are not worth a file"
-    monkeypatch.setattr(engine_plan, "LEAST_SHARED_BYTES", 1 << 20)
+    monkeypatch.setattr(engine_plan, "LEAST_MAPPED_BYTES", 1 << 20)
     found, said = told(split)
     assert found.extra == {
         "prefill": ["--set", "mmap_weights=on"],
@@ -100,16 +105,16 @@ def test_engines_share_their_weights(plan: StackPlan, monkeypatch: pytest.Monkey
     }
     assert "engines hold the weights once" in said
     assert "the disk" not in said
-    alone: Sequence[StackPlan] = (
-        replace(plan, engines="one"),
+    for kept in (
         replace(split, extra={"prefill": ["--set", "mmap_weights=off"]}),
         replace(split, extra={"prefill": GPU, "decode": GPU}),
-        replace(split, pipeline_parallel_size=2),
-    )
-    for other in alone:
-        assert told(other)[0] == other
-    shared = replace(split, pipeline_parallel_size=2, prefill=2)
-    assert told(shared)[0] != shared, "two prefill instances hold the same layers"
+    ):
+        assert told(kept)[0] == kept
+    for alone in (replace(split, engines="one"), replace(split, pipeline_parallel_size=2)):
+        found, said = told(alone)
+        assert found != alone, "later starts find the file"
+        assert "engines hold the weights once" not in said
+    assert "engines hold the weights once" in told(replace(split, pipeline_parallel_size=2, prefill=2))[1]
     monkeypatch.setattr(engine_plan, "gives_large_pages", lambda folder: False)
     assert told(split)[0] == split, "small pages cost more time than the memory is worth"
 
@@ -118,7 +123,7 @@ def test_a_folder_that_cannot_be_used_is_not_asked_for(plan: StackPlan, monkeypa
     def refuse(folder: Path) -> bool:
         raise PermissionError(folder)
 
-    monkeypatch.setattr(engine_plan, "LEAST_SHARED_BYTES", 1 << 20)
+    monkeypatch.setattr(engine_plan, "LEAST_MAPPED_BYTES", 1 << 20)
     monkeypatch.setattr(engine_plan, "gives_large_pages", refuse)
     split = replace(plan, engines="split")
     assert told(split)[0] == split
@@ -156,7 +161,7 @@ def test_a_stack_of_one_engine_has_no_prefill_instance(plan: StackPlan, monkeypa
         for kind, count in stack.plan.engine_counts.items():
             stack._spawn_members(kind, count)
         assert started == wanted
-        settings = stack._member_arguments("decode", "x")
+        settings = stack.member_arguments("decode", "x")
         assert (BOTH_ROLES in settings) == (engines == "one")
 
 

@@ -21,7 +21,7 @@ from moonpool.cli.running_stacks import recorded_stack
 stopping = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())
 with recorded_stack(Path(sys.argv[1]), "m") as record:
-    record.write("host:1", "host:2")
+    record.write("host:1", "host:2", "one")
     print("ready", flush=True)
     stopping.wait()
 """
@@ -136,10 +136,14 @@ def test_ps(start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, caps
     assert "no stack is running" in capsys.readouterr().err
     process = start(tmp_path / "a")
     run_ps(as_json=False)
-    assert capsys.readouterr().out == f"{process.pid}  m  http://host:2, conductor host:1  {tmp_path / 'a'}\n"
+    assert (
+        capsys.readouterr().out
+        == f"{process.pid}  m  http://host:2, conductor host:1  one engine in both roles  {tmp_path / 'a'}\n"
+    )
     run_ps(as_json=True)
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["pid"], found["model"], found["http_address"]) == (process.pid, "m", "host:2")
+    assert found["engines"] == "one"
 
 
 def test_a_killed_stack_leaves_a_record_that_the_next_one_replaces(

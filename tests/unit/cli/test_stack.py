@@ -139,16 +139,17 @@ def test_engines_on_one_gpu_share_it(
         ({"prefill": 2, "extra": {"prefill": ["--set", "pipeline_parallel_size=2"]}}, (False, False)),
         ({"prefill": 2, "extra": {"decode": ["--set", "either_role=false"]}}, (True, False)),
         ({"prefill": 2, "extra": {"prefill": TLS, "decode": [*TLS, "--set", "either_role=true"]}}, (False, True)),
+        ({"decode": 2, "extra": {"decode": ["--set", "computes_prompts=true"]}}, (False, False)),
         ({"extra": {"prefill": ["--set", "either_role=true"]}}, (True, False)),
     ],
 )
 def test_engines_may_change_roles_where_one_may_leave_its_pool(
     tmp_path: Path, plan: dict[str, Any], either: tuple[bool, bool]
 ) -> None:
-    """The last one of a kind stays; pipeline stages are of prefill alone; a certificate may be of one role."""
+    """Not the last one of a kind, nor with pipeline stages, a certificate of one role, or both roles at once."""
     stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, **plan))
     stack.addresses = ["127.0.0.1:1"]
-    loaded = [PROCESSES[kind].load(stack._member_arguments(kind, f"{kind}-0")) for kind in ("prefill", "decode")]
+    loaded = [PROCESSES[kind].load(stack.member_arguments(kind, f"{kind}-0")) for kind in ("prefill", "decode")]
     assert tuple(config.either_role for config in loaded) == either
 
 
@@ -161,7 +162,7 @@ def test_an_engine_that_may_change_knows_the_settings_of_both_roles(tmp_path: Pa
     stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, prefill=2, extra=extra))
     stack.addresses = ["127.0.0.1:1"]
     for kind, blocks in (("prefill", 7), ("decode", 8)):
-        config = PROCESSES[kind].load(stack._member_arguments(kind, f"{kind}-0"))
+        config = PROCESSES[kind].load(stack.member_arguments(kind, f"{kind}-0"))
         assert (config.max_queue, config.max_num_batched_tokens) == (9, 64)
         assert (config.max_num_seqs, config.grace_s, config.blocks) == (5, 3.0, blocks)
 

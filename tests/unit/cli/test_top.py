@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from moonpool.cli.cluster import BAR_WIDTH, bar, render_cluster, run_top, state_figures
+from moonpool.cli.cluster import BAR_WIDTH, bar, render_cluster, run_state, run_top, state_figures
 from moonpool.client.testing import FakeConductor
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
@@ -48,6 +48,18 @@ def test_figures_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [tier["name"] for tier in found["instances"][1]["tiers"]] == ["dram", "ssd"]
 
 
+def test_an_engine_for_prompts_and_answers_has_both_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = cluster()
+    fake.state.instances[0].computes_prompts = True
+    with fake.client() as client:
+        (engine, kvstore) = client.cluster_state().instances
+        assert (engine.kind, engine.role, kvstore.role) == ("decode", "both", "kvstore")
+        run_state(client, as_json=False)
+        run_top(client, interval_s=1.0, once=True, as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("decode-0")]
+    assert [row[1] for row in rows] == ["both", "both"]
+
+
 def test_nothing_was_answered() -> None:
     with FakeConductor().client() as client:
         assert state_figures(client.cluster_state())["hit_rate"] is None
@@ -63,9 +75,9 @@ def test_picture() -> None:
         "last 50 s: 10 answered, TTFT p50 250 ms, p99 500 ms, TPOT -, 25% of prompt tokens from the cache, 2.0 tokens/s"
     )
     assert [re.split(r"  +", line.strip()) for line in (*lines[5:8], lines[-1])] == [
-        ["decode-0", "3", "2", "1500", "75%", "100 blocks", "pool", bar(75, 100)],
-        ["kvstore-0", "0", "0", "0", "0%", "100 bytes", "dram", bar(0, 100), "draining"],
-        ["kvstore-0", "25%", "4 bytes", "ssd", bar(1, 4), "draining"],
+        ["decode-0", "decode", "3", "2", "1500", "75%", "100 blocks", "pool", bar(75, 100)],
+        ["kvstore-0", "kvstore", "0", "0", "0", "0%", "100 bytes", "dram", bar(0, 100), "draining"],
+        ["kvstore-0", "kvstore", "25%", "4 bytes", "ssd", bar(1, 4), "draining"],
         ["r1", "ann", "20", "0", "0", "250", "12.5"],
     ]
 

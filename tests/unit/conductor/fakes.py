@@ -159,6 +159,11 @@ class ScriptedDecode(FakeMember):
     predicted_tbt_s: float = 0.0
     held_blocks: int = 0  # of every prompt
     computed: list[str] = field(default_factory=list)  # sequences whose prompts it has computed itself
+    computes_prompts: bool = False  # in the role both
+    starts: list[decode_pb2.StartSequence] = field(default_factory=list)  # with whole prompts
+    prompts: dict[str, prefill_pb2.FirstToken] = field(default_factory=dict)  # to be told with the first tokens
+    cached_tokens: int = 0
+    misses: list[prefill_pb2.StoreMiss] = field(default_factory=list)
     known: list[list[list[int]]] = field(default_factory=list)  # of each start, behind the first token of each answer
     said: dict[tuple[str, int], int] = field(default_factory=dict)  # tokens of the answers after the first
     gathered: list[str] = field(default_factory=list)  # sequences whose single tokens nobody waits for
@@ -232,6 +237,9 @@ class ScriptedDecode(FakeMember):
                 start = request.start
                 self.gathered += [start.request_id] * start.gather
                 tokens = tokens_from_bytes(self.reserved[start.request_id].sequence.token_ids)
+                if start.compute_prompt and self.reserved[start.request_id].computes_prompt:
+                    self._compute(start, list(tokens), tasks, outgoing)
+                    continue
                 if start.compute_prompt:
                     self.computed.append(start.request_id)
                     tasks[start.request_id] = self._run(start.request_id, list(tokens), outgoing)
@@ -264,6 +272,35 @@ class ScriptedDecode(FakeMember):
                     tasks[sequence_id].cancel()
                 self.note()
                 self.progress()
+
+    def _compute(
+        self,
+        start: decode_pb2.StartSequence,
+        tokens: list[int],
+        tasks: dict[str, asyncio.Task[None]],
+        outgoing: asyncio.Queue[decode_pb2.StepsResponse | None],
+    ) -> None:
+        """Compute a whole prompt; how is told with the first tokens."""
+        spec, name = self.reserved[start.request_id].sequence, start.request_id
+        self.starts.append(start)
+        first = self.prompts[name] = prefill_pb2.FirstToken(
+            local_tokens=self.cached_tokens,
+            computed_tokens=len(tokens) - self.cached_tokens,
+            prompt_logprobs=prompt_scores(spec.sampling, tokens),
+            embedding=struct.pack("<2f", 0.6, 0.8) if spec.sampling.embedding else b"",
+            misses=self.misses,
+        )
+        if spec.sampling.beam_width:
+            message = self._found(spec)
+            message.tokens[0].prompt.CopyFrom(first)
+            outgoing.put_nowait(message)
+            return
+        known = [list(start.known_token_ids), *(list(tokens.token_ids) for tokens in start.further_known)]
+        self.known.append(known)
+        for choice, behind in enumerate(known[1:], 1):
+            self.said[name, choice] = 1 + len(behind)
+        begun = [*tokens, next_token(len(tokens)), *known[0]] if known[0] else tokens
+        tasks[name] = self._run(name, begun, outgoing)
 
     def _run(
         self, sequence_id: str, tokens: list[int], outgoing: asyncio.Queue[decode_pb2.StepsResponse | None]
@@ -330,7 +367,10 @@ class ScriptedDecode(FakeMember):
                 reason = kv_pb2.FINISH_REASON_LENGTH
             if reason:
                 del self.reserved[sequence_id]
-            outgoing.put_nowait(told(spec, 0, position, tokens[-1:], reason))
+            message = told(spec, 0, position, tokens[-1:], reason)
+            if (prompt := self.prompts.pop(sequence_id, None)) is not None:
+                message.tokens[0].prompt.CopyFrom(prompt)
+            outgoing.put_nowait(message)
             self.note()
             self.progress()
             if reason:
@@ -342,14 +382,18 @@ class ScriptedDecode(FakeMember):
         sampling, prompt = sampling_from_proto(spec.sampling), spec.prompt_tokens
         assert list(start.further_token_ids) == [choice_token(prompt, beam) for beam in range(1, sampling.beam_width)]
         assert list(start.log_probabilities) == [-1.0 - beam for beam in range(sampling.beam_width)]
-        del self.reserved[start.request_id]
+        return self._found(spec)
+
+    def _found(self, spec: kv_pb2.SequenceSpec) -> decode_pb2.StepsResponse:
+        sampling, prompt = sampling_from_proto(spec.sampling), spec.prompt_tokens
+        del self.reserved[spec.request_id]
         if self.fail_at:
             self.fail_at.clear()
-            failed = decode_pb2.SequenceFailed(request_id=start.request_id, reason="a test says so")
+            failed = decode_pb2.SequenceFailed(request_id=spec.request_id, reason="a test says so")
             return decode_pb2.StepsResponse(failed=[failed])
         found = [
             decode_pb2.SequenceTokens(
-                request_id=start.request_id,
+                request_id=spec.request_id,
                 choice=choice,
                 token_ids=expected(prompt, sampling.max_tokens - choice, choice),
                 finish_reason=kv_pb2.FINISH_REASON_STOP if choice else kv_pb2.FINISH_REASON_LENGTH,
@@ -395,6 +439,11 @@ def prefill(number: int = 0, **settings: Any) -> ScriptedPrefill:
 
 def decode(number: int = 0, **settings: Any) -> ScriptedDecode:
     return ScriptedDecode(f"decode-{number}", kv_pb2.INSTANCE_KIND_DECODE, **settings)
+
+
+def both(number: int = 0, **settings: Any) -> ScriptedDecode:
+    """A decode instance in the role both."""
+    return decode(number, computes_prompts=True, **settings)
 
 
 def store(number: int = 0, **settings: Any) -> FakeMember:

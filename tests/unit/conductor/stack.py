@@ -26,7 +26,7 @@ from moonpool.conductor.servicer import ConductorServicer
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
-from .fakes import FakeMember, model_info
+from .fakes import FakeMember, ScriptedDecode, model_info
 
 TINY = model_dir()
 WAIT_S = 60.0
@@ -60,6 +60,7 @@ class Stack:
         server = await self.exit.enter_async_context(serving("127.0.0.1:0", services, grace_s=0.0))
         member.address = server.address
         hello = conductor_pb2.JoinHello(instance=member.instance, total_blocks=member.total_blocks)
+        hello.computes_prompts = isinstance(member, ScriptedDecode) and member.computes_prompts
         if member.kind != kv_pb2.INSTANCE_KIND_KVSTORE:
             hello.model.CopyFrom(model or self.model())
         member.load.free_blocks = member.total_blocks

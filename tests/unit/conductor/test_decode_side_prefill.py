@@ -60,9 +60,9 @@ async def test_one_that_fails_on_the_way_is_continued_elsewhere_without_a_gap() 
         await s.rest()
 
 
-async def test_it_is_off_unless_asked_for() -> None:
+async def test_it_may_be_off() -> None:
     p, d = members(held_blocks=2)
-    async with stack(p, d) as s:
+    async with stack(p, d, decode_prompt_tokens=0) as s:
         await hold(s, d)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert (result.placement.prefill, d.computed) == ("prefill-0", [])

@@ -129,7 +129,7 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
         add_tokens=taken,
         outgoing=OutputQueue(),
     )
-    subscription = SequenceSubscription(5, "doomed", stream, post, lambda *_, **__: None, lambda _: None)
+    subscription = SequenceSubscription(5, "doomed", stream, post, lambda *_, **__: None, lambda _: None, lambda: 0.0)
     assert subscription.add_tokens(NewTokens(0, 1, [9]))
     arrived, stopped = posted
     assert isinstance(arrived, TokensArrived)

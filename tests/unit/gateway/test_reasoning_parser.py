@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moonpool.gateway.reasoning_parsers import REASONING_PARSERS, reasoning_parser_of
+from moonpool.base.answer_formats import REASONING_FORMATS, found_format
 from moonpool.gateway.reasoning_parsers.base import ReasoningParser, ReasoningText
 
 CASES = [
@@ -18,6 +18,10 @@ CASES = [
     ("think", True, "Well.</think>", ("Well.", "")),
     ("magistral", False, "[THINK]a b[/THINK] c", ("a b", "c")),
     ("think", False, "", ("", "")),
+    ("kimi_k2", False, "<think>Hm.<|tool_calls_section_begin|>x", ("Hm.", "<|tool_calls_section_begin|>x")),
+    ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes", ("Hm.", "Yes")),
+    ("granite", False, "Here is my thought process: Hm. Here is my response: Yes", ("Hm.", "Yes")),
+    ("cohere", False, "<|START_THINKING|>Hm.<|END_THINKING|>Yes", ("Hm.", "Yes")),
 ]
 
 
@@ -30,7 +34,7 @@ def read(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
 @pytest.mark.parametrize(("name", "is_open", "text", "expected"), CASES, ids=range(len(CASES)))
 def test_thinking_is_split_off(name: str, is_open: bool, text: str, expected: tuple[str, str]) -> None:
     def made() -> ReasoningParser:
-        return ReasoningParser(REASONING_PARSERS[name], is_open=is_open)
+        return ReasoningParser(REASONING_FORMATS[name], is_open=is_open)
 
     assert read(made(), [text]) == read(made(), list(text)) == expected
     draw = random.Random(5)
@@ -41,7 +45,7 @@ def test_thinking_is_split_off(name: str, is_open: bool, text: str, expected: tu
 
 
 def test_thinking_is_not_held_back() -> None:
-    parser = ReasoningParser(REASONING_PARSERS["think"], is_open=False)
+    parser = ReasoningParser(REASONING_FORMATS["think"], is_open=False)
     assert parser.push("<think>I see") == [ReasoningText("I see")]
     assert parser.push(" </th") == []
     assert parser.push("ree") == [ReasoningText(" </three")]
@@ -51,13 +55,21 @@ def test_thinking_is_not_held_back() -> None:
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [("{{ content.split('</think>')[-1] }}", "think"), ("{{ '[/THINK]' }}", "magistral"), ("{{ content }}", "")],
+    [
+        ("{{ content.split('</think>')[-1] }}", "think"),
+        ("{{ '[/THINK]' }}", "mistral"),
+        ("{{ '<seed:think>' + thought + '</seed:think>' }}", "seed_oss"),
+        ("<|channel|>analysis<|message|> <|end|>", "openai_gptoss"),
+        ("<|channel>thought <channel|>", "gemma4"),
+        ("{{ content }}", ""),
+    ],
 )
-def test_the_parser_of_a_template(template: str, name: str) -> None:
-    assert reasoning_parser_of(template) == name
+def test_the_thinking_of_a_template(template: str, name: str) -> None:
+    found = found_format(template).reasoning
+    assert (found.names[0] if found is not None else "") == name
 
 
 def test_a_prompt_that_begins_the_thinking() -> None:
-    think = REASONING_PARSERS["think"]
+    think = REASONING_FORMATS["think"]
     assert think.is_open("<|im_start|>assistant\n<think>\n")
     assert not think.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")

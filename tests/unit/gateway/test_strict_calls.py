@@ -3,7 +3,8 @@
 import itertools
 import json
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from moonpool.base.answer_formats import FORMAT_ROWS, FORMATS
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar, Thinking, check_grammar
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.tool_set import ToolSet, tool_definition
-from moonpool.gateway.tool_parsers import TOOL_PARSERS
+from moonpool.gateway.tool_parsers import answer_reader
 from moonpool.gateway.tool_parsers.base import ParsedToolCall
 
+from .spoken import SPOKEN, Call
 from .test_tool_call_parser import found
 
 COLOUR = {"type": "string", "enum": ["red", "blue"]}
@@ -41,10 +45,12 @@ TOOLS = [
     tool_definition("tools.1", "now", None, CLOSED, strict=True),
     tool_definition("tools.2", "free", None, {"type": "object"}),
 ]
-PARIS = ParsedToolCall("weather", '{"city": "Paris", "days": 2}')
-NOW = ParsedToolCall("now", "{}")
-ONE, WRONG = '{"city": "Paris", "days": 2}', '{"city": "Paris", "days": "x"}'
+ONE = '{"city": "Paris", "days": 2}'
 SEP, CALL, CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+PARIS: Call = ("weather", {"city": "Paris", "days": 2})
+NOW: Call = ("now", {})
+ROWS = [row.name for row in FORMAT_ROWS]
+PYTHONIC = ("pythonic", "lfm2", "olmo3")
 
 
 def coder(name: str, **arguments: str) -> str:
@@ -52,79 +58,100 @@ def coder(name: str, **arguments: str) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
-ACCEPTED: dict[str, list[tuple[str, list[str | ParsedToolCall]]]] = {
-    "hermes": [
-        (f'Well.\n<tool_call>\n{{"name": "weather", "arguments": {ONE}}}\n</tool_call>', ["Well.", PARIS]),
-        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [NOW]),
-    ],
-    "llama3": [
-        (f'{{"name": "weather", "parameters": {ONE}}}; {{"name": "now", "parameters": {{}}}}', [PARIS, NOW]),
+def strictly(name: str, calls: Sequence[Call]) -> str:
+    """Calls as a row's grammar has them: in Python's forms, values are JSON."""
+    if name not in PYTHONIC:
+        return SPOKEN[name].write(calls).removesuffix("<|call|>")  # ends an answer of gpt-oss
+    texts = [
+        f"{function}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})"
+        for function, arguments in calls
+    ]
+    if name == "olmo3":
+        return "<function_calls>\n" + "\n".join(texts) + "\n</function_calls>"
+    begin, end = ("<|tool_call_start|>", "<|tool_call_end|>") if name == "lfm2" else ("", "")
+    return f"{begin}[{', '.join(texts)}]{end}"
+
+
+def accepted(name: str) -> list[tuple[str, list[Any]]]:
+    """Answers that follow the schemas, and what they say."""
+    full: Call = ("weather", {"unit": "F", "city": "a b", "days": 3, "warm": True, "colour": "red"})
+    found: list[tuple[str, list[Any]]] = [(strictly(name, [call]), [call]) for call in (PARIS, NOW, full)]
+    found.append((strictly(name, [("free", {"x": 1, "y": "a"})]), [("free", {"x": 1, "y": "a"})]))
+    if SPOKEN[name].several:
+        found.append((strictly(name, [PARIS, NOW]), [PARIS, NOW]))
+    if not SPOKEN[name].is_whole and name != "openai":
+        found.append((f"Well.\n{strictly(name, [PARIS])}", ["Well.", PARIS]))
+    return [*found, *MORE_ACCEPTED.get(name, [])]
+
+
+MORE_ACCEPTED: dict[str, list[tuple[str, list[Any]]]] = {
+    "llama3_json": [
         (f'Well.<|python_tag|>{{"name": "weather", "parameters": {ONE}}}', ["Well.", PARIS]),
         ('{"names": 1} is text', ['{"names": 1} is text']),
     ],
     "mistral": [
-        (
-            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ONE}}}, {{"name": "now", "arguments": {{}}}}]',
-            [PARIS, NOW],
-        ),
-        (f"Well.[TOOL_CALLS]weather[ARGS]{ONE}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}", ["Well.", PARIS, NOW]),
+        (f"Well.[TOOL_CALLS]weather[ARGS]{ONE}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}", ["Well.", PARIS, NOW])
     ],
-    "deepseek": [
-        (f"Well.{CALL}function{SEP}weather\n```json\n{ONE}\n```{CALL_END}", ["Well.", PARIS]),
-        (f"{CALL}weather{SEP}{ONE}{CALL_END}{CALL}now{SEP}{{}}{CALL_END}", [PARIS]),
-    ],
+    "deepseek_v3": [(f"Well.{CALL}function{SEP}weather\n```json\n{ONE}\n```{CALL_END}", ["Well.", PARIS])],
     "pythonic": [
-        ('[weather(city="Paris", days=2), now()]', [PARIS, NOW]),
         (' <|python_start|>[weather(city="Paris", days=2)]<|python_end|>', [PARIS]),
-        (
-            '[weather(unit="C", city="Rome", days=2, warm=true)]',
-            [ParsedToolCall("weather", '{"unit": "C", "city": "Rome", "days": 2, "warm": true}')],
-        ),
         ("[1] is a note, [see](weather)", ["[1] is a note, [see](weather)"]),
     ],
-    "qwen3_coder": [
-        (f"Well.\n{coder('weather', city='Paris', days='2')}", ["Well.", PARIS]),
-        (coder("now"), [NOW]),
+    "qwen3_coder": [(coder("weather", city="a\nb", days="3"), [("weather", {"city": "a\nb", "days": 3})])],
+    "openai": [
         (
-            coder("weather", unit="F", city="a\nb", days="3", colour='"red"'),
-            [ParsedToolCall("weather", '{"unit": "F", "city": "a\\nb", "days": 3, "colour": "red"}')],
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four.",
+            [("thought", "Hm."), "Four."],
         ),
-        (coder("free", x="1", y="a"), [ParsedToolCall("free", '{"x": 1, "y": "a"}')]),
+        (" to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", [NOW]),
     ],
 }
-REFUSED: dict[str, list[str]] = {
-    "hermes": [f'<tool_call>\n{{"name": "weather", "arguments": {WRONG}'],
-    "llama3": [
-        f'{{"name": "weather", "parameters": {WRONG}',
-        f'<|python_tag|>{{"name": "weather", "parameters": {WRONG}',
-    ],
-    "mistral": [f'[TOOL_CALLS][{{"name": "weather", "arguments": {WRONG}', f"[TOOL_CALLS]weather[ARGS]{WRONG}"],
-    "deepseek": [f"{CALL}function{SEP}weather\n```json\n{WRONG}", f"{CALL}weather{SEP}{WRONG}"],
-    "pythonic": ['[weather(city="Paris", days="x"', "[weather(days=1", "[now(a=1", '[now(), weather(city="Paris")]'],
-    "qwen3_coder": [
-        coder("weather", city="Paris", days="x"),
-        coder("weather", city="Paris"),
-        coder("weather", city="too long a name", days="1"),
-        coder("weather", unit="K", city="a", days="1"),
-    ],
-}
+
+
+def refused(name: str) -> list[str]:
+    """Answers whose calls violate the schemas."""
+    wrong: list[dict[str, Any]] = [
+        {"city": "Paris", "days": "x"},
+        {"city": "Paris"},
+        {"city": "too long a name", "days": 1},
+        {"unit": "K", "city": "a", "days": 1},
+        {"city": "a", "days": 1, "more": 1},
+    ]
+    return [strictly(name, [("weather", arguments)]) for arguments in wrong]
+
+
 BEGUN = {
-    "hermes": ["<tool_call>"],
-    "llama3": ['{"name": ', "<|python_tag|>"],
+    **{name: [SPOKEN[name].write([NOW]).partition("now")[0].rstrip("\n")] for name in ROWS},
+    "llama3_json": ['{"name": ', "<|python_tag|>"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]["],
-    "deepseek": [CALL],
+    "hermes": ["<tool_call>"],
+    "ernie45": ["<tool_call>"],
+    "deepseek_v3": [CALL],
+    "kimi_k2": ["<|tool_call_begin|>"],
     "pythonic": ["[weather("],
-    "qwen3_coder": ["<tool_call>"],
+    "openai": ["<|channel|>commentary to=functions."],
 }
 """Beginnings of calls."""
 BYTES = LLTokenizer("byte")
 THINKING = Thinking("<think>", "</think>", is_open=False)
 
 
+def said(found: Sequence[Any]) -> list[Any]:
+    """What was found, with calls as `(NAME, ARGUMENTS)`."""
+    return [
+        part
+        if isinstance(part, str)
+        else ("thought", part.text)
+        if isinstance(part, ReasoningText)
+        else (part.name, json.loads(part.arguments))
+        for part in found
+    ]
+
+
 def grammar(
     family: str, special_id: Callable[[str], int | None] = lambda text: None, thinking: Thinking | None = None
 ) -> str:
-    return ToolSet(TOOLS).grammar(TOOL_PARSERS[family], AnswerGrammar(special_id, thinking))
+    return ToolSet(TOOLS).grammar(FORMATS[family], AnswerGrammar(special_id, thinking))
 
 
 def matcher(lark: str, tokenizer: LLTokenizer = BYTES) -> LLMatcher:
@@ -137,35 +164,31 @@ def is_answer(lark: str, text: str) -> bool:
     return parser.try_consume_tokens(tokens) == len(tokens) and bool(parser.is_accepting())
 
 
-def test_every_family_is_tried() -> None:
-    assert ACCEPTED.keys() == REFUSED.keys() == BEGUN.keys() == TOOL_PARSERS.keys()
-
-
-@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize("family", ROWS)
 def test_calls_that_follow_their_schemas_are_answers(family: str) -> None:
     lark = grammar(family)
-    texts: list[tuple[str, list[str | ParsedToolCall]]] = [("", []), ("Any <text> {", ["Any <text> {"])]
-    for text, parts in [*ACCEPTED[family], *texts]:
+    texts: list[tuple[str, list[Any]]] = [("", []), ("Any <text> {", ["Any <text> {"])]
+    for text, parts in [*accepted(family), *(texts if family != "openai" else [])]:
         assert is_answer(lark, text), text
-        read = found(TOOL_PARSERS[family].make(ToolSet(TOOLS).parameters), [text])
-        assert read[: len(parts)] == parts
+        assert said(found(answer_reader(FORMATS[family], ToolSet(TOOLS).parameters), [text])) == parts
 
 
-@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize("family", ROWS)
 def test_calls_that_violate_their_schemas_are_none(family: str) -> None:
     lark = grammar(family)
-    for text in REFUSED[family]:
+    for text in refused(family):
         parser, tokens = matcher(lark), list(text.encode())
         assert parser.try_consume_tokens(tokens) < len(tokens), text
 
 
-@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize("family", ROWS)
 def test_whatever_a_model_writes_its_calls_are_valid(family: str) -> None:
     """Models draw any allowed byte once a call has begun; seeds 0 to 9."""
-    lark, schemas, calls = grammar(family), ToolSet(TOOLS).parameters, 0
+    tools, calls = ToolSet(TOOLS[:2]), 0
+    lark, schemas = tools.grammar(FORMATS[family], AnswerGrammar(lambda text: None)), tools.parameters
     for seed, begun in itertools.product(range(10), BEGUN[family]):
         text = drawn(matcher(lark), begun, random.Random(seed))
-        for part in found(TOOL_PARSERS[family].make(schemas), [text]):
+        for part in found(answer_reader(FORMATS[family], schemas), [text]):
             if isinstance(part, ParsedToolCall):
                 calls += 1
                 jsonschema.validate(json.loads(part.arguments), dict(schemas[part.name]))
@@ -187,10 +210,10 @@ def drawn(parser: LLMatcher, begun: str, draw: random.Random) -> str:
     return written.decode()
 
 
-@pytest.mark.parametrize("family", ["llama3", "pythonic"])
+@pytest.mark.parametrize("family", ["llama3_json", "pythonic"])
 def test_a_call_that_is_the_whole_answer_may_follow_the_thinking(family: str) -> None:
     lark = grammar(family, thinking=THINKING)
-    call, wrong = ACCEPTED[family][0][0], REFUSED[family][0]
+    call, wrong = accepted(family)[0][0], refused(family)[0]
     assert is_answer(lark, f"<think>hm</think>\n{call}")
     assert is_answer(lark, "<think>hm</think>\nhello")
     assert is_answer(lark, call)
@@ -200,34 +223,79 @@ def test_a_call_that_is_the_whole_answer_may_follow_the_thinking(family: str) ->
     assert not is_answer(begun, f"hm</think>\n{wrong}")
 
 
-MARKS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "deepseek": (CALL, CALL_END, SEP, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "pythonic": ("<|python_start|>", "<|python_end|>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-}
+MARK = re.compile(r"<[|｜/]?[^<>\s]+>|\[[A-Z_]+\]")
 
 
-@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize("family", ROWS)
 def test_marks_may_be_special_tokens(family: str) -> None:
+    """All marks of a row that have no name of a function or an argument within."""
+    texts = [*((text, True) for text, _ in accepted(family)), *((text, False) for text in refused(family))]
+    written = "".join(text for text, _ in texts)
+    own = sorted({mark for mark in MARK.findall(written) if not re.search(r"[=\"]", mark)})
     backend = Tokenizer(
         models.BPE({letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<think>", "</think>", *MARKS[family]]
-    backend.add_special_tokens(["<end>", *special])
+    backend.add_special_tokens(["<end>", "<think>", "</think>", *own])
     marks: Mapping[str, int] = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
     tokenizer = LLTokenizer(backend.to_str(), eos_token=[marks["<end>"]])
     lark = grammar(family, marks.get, THINKING)
-    for text, accepted in [
-        *((text, True) for text, _ in ACCEPTED[family]),
-        *((text, False) for text in REFUSED[family]),
-    ]:
+    for text, is_accepted in texts:
         parser = matcher(lark, tokenizer)
-        tokens = backend.encode(f"<think>hm</think>{text.strip()}").ids
-        assert (parser.try_consume_tokens(tokens) == len(tokens)) == accepted, text
+        tokens = backend.encode(text if family == "openai" else f"<think>hm</think>{text.strip()}").ids
+        assert (parser.try_consume_tokens(tokens) == len(tokens)) == is_accepted, text
+
+
+def forced(family: str, choice: str = "", *, parallel: bool = True, thinking: Thinking | None = None) -> str:
+    tools = ToolSet(TOOLS, parallel, choice)
+    return tools.grammar(FORMATS[family], AnswerGrammar(lambda text: None, thinking))
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_forced_answers_are_calls_in_the_familys_own_form(family: str) -> None:
+    lark, single, named = forced(family), forced(family, parallel=False), forced(family, "now")
+    one, other, both = (
+        strictly(family, [PARIS]),
+        strictly(family, [NOW]),
+        strictly(family, [PARIS, NOW][: 1 + SPOKEN[family].several]),
+    )
+    assert is_answer(lark, one)
+    assert is_answer(lark, both)
+    assert is_answer(single, one)
+    assert is_answer(named, other)
+    assert not is_answer(named, one)
+    for grammar_of, text in [(lark, "Well."), (lark, ""), *((lark, text) for text in refused(family))]:
+        assert not is_answer(grammar_of, text), text
+    if SPOKEN[family].several:
+        assert not is_answer(single, both)
+        assert not is_answer(named, strictly(family, [NOW, NOW]))
+
+
+@pytest.mark.parametrize("family", [name for name in ROWS if name != "openai"])
+def test_forced_answers_may_begin_with_thinking(family: str) -> None:
+    call = strictly(family, [PARIS])
+    closed, opened = (forced(family, thinking=replace(THINKING, is_open=is_open)) for is_open in (False, True))
+    assert is_answer(closed, call)
+    assert is_answer(closed, f"<think>\nhm\n</think>\n\n{call}")
+    assert is_answer(opened, f"hm</think>{call}")
+    assert not is_answer(opened, call)
+    assert not is_answer(closed, "<think>hm</think>Well.")
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_whatever_a_model_writes_a_forced_answer_calls(family: str) -> None:
+    """Any allowed byte; seeds 0 to 4."""
+    for seed, (parallel, choice) in itertools.product(range(5), ((True, ""), (False, ""), (True, "weather"))):
+        tools = ToolSet(TOOLS[:2], parallel, choice)
+        lark = tools.grammar(FORMATS[family], AnswerGrammar(lambda text: None))
+        begun = BEGUN[family][0] if family == "openai" else ""  # a thought may be as long as the model likes
+        text = drawn(matcher(lark), begun, random.Random(seed))
+        calls = found(answer_reader(FORMATS[family], tools.parameters), [text])
+        assert calls, text
+        assert len(calls) == 1 or (parallel and not choice), text
+        for call in calls:
+            assert isinstance(call, ParsedToolCall), text
+            jsonschema.validate(json.loads(call.arguments), dict(tools.parameters[call.name]))
 
 
 EITHER: dict[str, Any] = {
@@ -269,14 +337,14 @@ def test_any_words_may_be_outermost(
     family: str, schema: dict[str, Any], followed: list[dict[str, Any]], violated: list[dict[str, Any]]
 ) -> None:
     tools = ToolSet([tool_definition("tools.0", "f", None, schema, strict=True)])
-    lark = tools.grammar(TOOL_PARSERS[family], AnswerGrammar(lambda text: None))
+    lark = tools.grammar(FORMATS[family], AnswerGrammar(lambda text: None))
     for arguments in followed:
         if family == "qwen3_coder" and schema is NAMED:
             continue  # an open object: any text
         text = written(family, arguments)
         assert is_answer(lark, text), text
-        (call,) = found(TOOL_PARSERS[family].make(tools.parameters), [text])
-        assert json.loads(call.arguments) == arguments  # type: ignore[union-attr]
+        (call,) = found(answer_reader(FORMATS[family], tools.parameters), [text])
+        assert json.loads(call.arguments) == arguments
     for arguments in violated:
         assert not is_answer(lark, written(family, arguments)), arguments
 
@@ -301,7 +369,7 @@ def test_any_words_may_be_outermost(
 def test_parameters_that_the_form_cannot_hold_are_refused(family: str, schema: dict[str, Any], message: str) -> None:
     tools = [tool_definition("tools.0", "f", None, schema, strict=True)]
     with pytest.raises(InvalidRequest, match=message) as refused:
-        ToolSet(tools).grammar(TOOL_PARSERS[family], AnswerGrammar(lambda text: None))
+        ToolSet(tools).grammar(FORMATS[family], AnswerGrammar(lambda text: None))
     assert refused.value.field == "tools"
 
 
@@ -311,7 +379,7 @@ def test_patterns_of_texts_are_followed() -> None:
     part = {"type": "string", "pattern": "x+", "minLength": 3}
     schema = {**CLOSED, "properties": {"code": code, "part": part}, "required": ["code", "part"]}
     tools = [tool_definition("tools.0", "f", None, schema, strict=True)]
-    lark = ToolSet(tools).grammar(TOOL_PARSERS["qwen3_coder"], AnswerGrammar(lambda text: None))
+    lark = ToolSet(tools).grammar(FORMATS["qwen3_coder"], AnswerGrammar(lambda text: None))
     assert is_answer(lark, coder("f", code="a/12", part="axb"))
     for arguments in ({"code": "a/b", "part": "axb"}, {"code": "a/1", "part": "x"}, {"code": "a/1", "part": "abc"}):
         assert not is_answer(lark, coder("f", **arguments)), arguments

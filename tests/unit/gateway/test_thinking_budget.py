@@ -46,6 +46,7 @@ async def sampling(path: str, **fields: Any) -> tuple[int | None, list[str], dic
         (RESPONSES, {"reasoning": {"effort": "low"}}, 2048),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
         (MESSAGES, {"output_config": {"effort": "low"}}, 2048),
+        (CHAT, {"thinking_token_budget": 9, "tools": TOOLS, "tool_choice": "required"}, 9),
     ],
 )
 async def test_a_budget_reaches_the_conductor(path: str, fields: dict[str, Any], budget: int) -> None:
@@ -61,7 +62,6 @@ async def test_a_budget_reaches_the_conductor(path: str, fields: dict[str, Any],
         (CHAT, {"reasoning_effort": "medium"}),
         (CHAT, {"reasoning_effort": "high"}),
         (CHAT, {"thinking_token_budget": 9, "response_format": {"type": "json_object"}}),
-        (CHAT, {"thinking_token_budget": 9, "tools": TOOLS, "tool_choice": "required"}),
         (RESPONSES, {"reasoning": {"effort": "xhigh"}}),
         (RESPONSES, {"reasoning": {"summary": "auto"}}),
         (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}),

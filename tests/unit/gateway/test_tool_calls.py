@@ -232,7 +232,7 @@ ADD: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name":
 
 
 def made_to_call(text: str) -> FakeConductor:
-    """Answers with a text in two pieces, as an answer that is held to a schema."""
+    """Answers with a text in two pieces, as an answer that is held to a schema: the form of calls is not known."""
 
     def say(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
         messages = answer([1, 2], request_id="r1")
@@ -247,7 +247,7 @@ def made_to_call(text: str) -> FakeConductor:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 async def test_one_function_has_to_be_called(choice: Any, stream: bool) -> None:
     """The answer is held to the schema of its parameters, and is its arguments."""
-    async with answering(made_to_call(PARIS)) as gateway:
+    async with answering(made_to_call(PARIS), tool_call_parser="none") as gateway:
         client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
         ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "tool_choice": choice}
         if stream:
@@ -266,7 +266,7 @@ async def test_one_function_has_to_be_called(choice: Any, stream: bool) -> None:
 async def test_any_function_has_to_be_called() -> None:
     """The answer is held to a list of calls; whole and streamed answers that are cut have the calls that began."""
     calls = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
-    async with answering(made_to_call(calls)) as gateway:
+    async with answering(made_to_call(calls), tool_call_parser="none") as gateway:
         body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required")).json()
         found = body["choices"][0]["message"]["tool_calls"]
         assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == [
@@ -277,7 +277,7 @@ async def test_any_function_has_to_be_called() -> None:
         assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, MAX_FORCED_CALLS)
         assert [form["properties"]["name"]["const"] for form in schema["items"]["anyOf"]] == ["weather", "add"]
         check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
-    async with answering(made_to_call(calls[:-3])) as gateway:
+    async with answering(made_to_call(calls[:-3]), tool_call_parser="none") as gateway:
         body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required", parallel_tool_calls=False)).json()
         (call,) = body["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": PARIS}
@@ -293,7 +293,7 @@ async def test_functions_with_definitions_may_be_forced_together() -> None:
         "$defs": {"colour": {"enum": ["red", "blue"]}},
     }
     other: Any = {"type": "function", "function": {"name": "a.b-c", "parameters": node}}
-    async with answering(made_to_call("[]")) as gateway:
+    async with answering(made_to_call("[]"), tool_call_parser="none") as gateway:
         assert (await gateway.chat(tools=[other, ADD], tool_choice="required")).status_code == 200
         grammar = Grammar("json_schema", gateway.asked.sampling.grammar)
     for text, accepted in (
@@ -309,7 +309,7 @@ async def test_functions_with_definitions_may_be_forced_together() -> None:
 @pytest.mark.parametrize("cut", [12, 40, -3])
 async def test_a_forced_call_that_is_cut_reads_the_same_whole_and_streamed(cut: int) -> None:
     calls = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
-    async with answering(made_to_call(calls[:cut])) as gateway:
+    async with answering(made_to_call(calls[:cut]), tool_call_parser="none") as gateway:
         client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
         ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "tools": [TOOL, ADD]}
         whole = (await client.chat.completions.create(**ask, tool_choice="required")).choices[0]
@@ -348,7 +348,7 @@ async def test_calls_of_strict_functions_are_held_to_their_schema() -> None:
 
 
 async def test_other_interfaces_have_to_call() -> None:
-    async with answering(made_to_call(PARIS)) as gateway:
+    async with answering(made_to_call(PARIS), tool_call_parser="none") as gateway:
         client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http)
         message = await client.messages.create(
             model="tiny",
@@ -395,7 +395,7 @@ async def test_what_the_gateway_says_is_accepted_back() -> None:
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
     async with answering(FakeConductor(repeated), tool_call_parser="hermes") as gateway:
         for malform in MALFORMED * 3:
-            text = malform(answers("hermes", draw))
+            text = malform(answers(draw))
             text = text[: draw.randrange(1, len(text) + 1)]
             said[:] = [text[at : at + 7] for at in range(0, len(text), 7)]
             whole = (await gateway.chat(tools=tools)).json()["choices"][0]["message"]

@@ -132,7 +132,7 @@ class DecodeAdmission:
         held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_size) if reuse else []
         new = settings.blocks_for(sequence.tokens) - len(held)
         cost = budget.cost(held, new)
-        sequence.table, request.promised = held, new
+        sequence.table.blocks, request.promised = held, new
         self._planner.update_expected(request)
         # Alone, a request may take the whole pool: nobody else is expected to need the rest.
         reserve = budget.watermark + self._expected_beside(request, others) if others else 0
@@ -155,7 +155,7 @@ class DecodeAdmission:
         if not settings.window_blocks:
             return 0
         [sequence] = request.sequences
-        held, blocks = sequence.table, len(sequence.table) + request.promised
+        held, blocks = sequence.table.blocks, len(sequence.table.blocks) + request.promised
         needed = blocks - max(len(held), whole_from) + sum(map(budget.blocks.is_spare, held[whole_from:]))
         if others:
             most = request.num_seqs * (settings.window_blocks + 1) - (blocks - whole_from)

@@ -161,7 +161,7 @@ class RunningBatch:
 
     def _need(self, sequence: RequestSequence) -> int:
         """Return the tick from which the blocks do not hold all tokens."""
-        return len(sequence.table) * self._block_size + 1 - sequence.tokens
+        return len(sequence.table.blocks) * self._block_size + 1 - sequence.tokens
 
     def check_invariants(self) -> None:
         """Assert that the sums and the heap agree with the requests."""

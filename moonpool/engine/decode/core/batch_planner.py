@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.engine.decode.core.actions import AppendBlock, BeginPrompt, Chunk, SetBlockTable, StartRun
+from moonpool.engine.decode.core.actions import AppendBlock, Chunk, SetBlockTable, StartRun
 from moonpool.engine.decode.core.batch import RunningBatch
 from moonpool.engine.decode.core.batch_slots import BatchSlots
 from moonpool.engine.decode.core.block_budget import most_blocks
@@ -22,6 +22,7 @@ from moonpool.engine.decode.core.copy_on_write import (
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
 from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_for_holder, choose_victim
+from moonpool.engine.decode.core.prompt_loads import PromptLoads
 from moonpool.engine.decode.core.prompts import PromptQueue
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.restoring import begin_prompt_here
@@ -36,7 +37,8 @@ from moonpool.engine.decode.core.tenant_shares import (
     several_tenants,
     tenant_use,
 )
-from moonpool.engine.decode.core.windows import count_lacking_window_blocks, pass_windows
+from moonpool.engine.decode.core.windows import count_lacking_window_blocks
+from moonpool.engine.scheduler.windows import pass_windows
 
 
 class BatchPlanner:
@@ -71,6 +73,7 @@ class BatchPlanner:
         drafted_tokens: guessed tokens that were checked so far.
         accepted_tokens: checked tokens that were right and became part of the answer.
         prompts: whole prompts that wait for their turn to be computed here, and their order.
+        loads: prefixes of whole prompts that are being loaded.
         prompts_begun: prompts computed here so far.
         unbound: a prompt that cannot begin, as its cached blocks lack slices, though nothing else is here.
     """
@@ -83,7 +86,6 @@ class BatchPlanner:
         self.tbt = TbtLimiter(state, self.batch)
         self.waiting: list[DecodeRequest] = []
         self.recomputing: list[DecodeRequest] = []
-        self.slots = BatchSlots(state.settings.max_num_seqs, self.batch, self.recomputing)
         self.run_in_flight: RunInFlight | None = None
         self.copies: list[BlockCopy] = []
         self.overdue = OverdueGrants(state, preempted)
@@ -93,6 +95,8 @@ class BatchPlanner:
         self.steps = 0
         self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.prompts = PromptQueue(state, self.batch)
+        self.loads = PromptLoads(state, self.prompts)
+        self.slots = BatchSlots(state.settings.max_num_seqs, self.batch, self.recomputing, self.loads.loading)
         self.prompts_begun = 0
         self.unbound: DecodeRequest | None = None
         self._batch_changed = False  # by this plan: waiting requests may fit into the next step
@@ -401,7 +405,7 @@ class BatchPlanner:
             self.batch.end(sequence)
         request.sequences.remove(sequence)
         request.ended_tokens += sequence.tokens - request.spec.prompt_tokens
-        self._state.blocks.release(sequence.table, sequence.past)
+        sequence.table.unpin(self._state.blocks)
         if request.id in self.slots.kept:
             self.slots.keep(request)
         request.expected_blocks = 0  # of fewer sequences: forecast anew
@@ -501,7 +505,7 @@ class BatchPlanner:
     def _add_block(self, sequence: RequestSequence) -> None:
         [block] = self._state.blocks.allocate(1)
         self._state.blocks.give_slots([block])
-        sequence.table.append(block)
+        sequence.table.blocks.append(block)
         self._state.act(AppendBlock(sequence.id, block))
 
     def _give_blocks(self, request: DecodeRequest) -> bool:
@@ -509,7 +513,7 @@ class BatchPlanner:
         blocks_for, blocks = self._settings.blocks_for, self._state.blocks
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
         for sequence in request.sequences:
-            pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
+            pass_windows(sequence.table, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
         due = 0 if request is self.overdue.holder else self._blocks_due
         while True:
             lacking = count_lacking_blocks(writes, blocks)
@@ -529,11 +533,11 @@ class BatchPlanner:
             if victim is request:
                 return False
         for sequence, index in writes:
-            if index == len(sequence.table):
+            if index == len(sequence.table.blocks):
                 self._add_block(sequence)
                 continue
-            if blocks.is_partial(sequence.table[index]):
-                blocks.give_slots([sequence.table[index]])
+            if blocks.is_partial(sequence.table.blocks[index]):
+                blocks.give_slots([sequence.table.blocks[index]])
             if (copied := copy_on_write(self._state, request, sequence, index)) is not None:
                 self.copies.append(copied)
         self.update_expected(request)
@@ -574,18 +578,27 @@ class BatchPlanner:
         """
         if request.is_group or self._preempted.queue or not self.slots.has_room_for_prompt(request):
             return False
-        return self._bind_prompt(request)
+        return self._bind_prompt(request, load=False)
 
-    def _bind_prompt(self, request: DecodeRequest) -> bool:
-        """Bind a prompt's promised blocks; False if cached blocks lack slices and cannot be given back."""
+    def _bind_prompt(self, request: DecodeRequest, *, load: bool) -> bool:
+        """Bind a prompt's promised blocks and begin; False if cached blocks lack slices and cannot be given back.
+
+        `load`: a prefix is loaded first, if that pays.
+        """
         settings, most = self._settings, self.prompts.reusable_blocks(request)
         if not self._budget.keep_continuable(request, most, settings.window_blocks):
             return False
         held = len(request.blocks)
         self._budget.bind(request)
-        begin_prompt_here(request, held, settings, self._state.blocks)
-        self.add_restored(request)
         self.prompts_begun += 1
+        if load:
+            self._state.act(SetBlockTable(request.id, tuple(request.blocks)))
+            if self.loads.begin(request, held):
+                return True
+        begin_prompt_here(request, held, settings, self._state.blocks)
+        if load:
+            self.loads.report(request)
+        self.add_restored(request)
         return True
 
     # --- whole prompts ---------------------------------------------------------------------------------------------
@@ -596,13 +609,17 @@ class BatchPlanner:
         Requests that were preempted, or wait for more slots than are free, go first. A step's worth of prompts is begun
         at a time: later ones may belong to a tenant with a smaller share, or find more blocks cached.
         """
-        if not self.prompts.waiting or self._prompt_work >= self._settings.max_num_batched_tokens:
+        if not self.prompts.waiting:
             return None
         if self._preempted.queue and (self._active or self._preempted.blocks_being_freed):
             return None
         if not all(map(self.slots.has_room, self.waiting)):
             return None
-        return next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(self.recomputing)), None)
+        enough = self._prompt_work >= self._settings.max_num_batched_tokens
+        for request in self.prompts.in_turn([*self.recomputing, *self.loads.loading]):
+            if self.slots.has_room_for_prompt(request) and not (enough and not request.sources):
+                return request  # a load is begun ahead of the prompt's turn: the blocks are here then
+        return None
 
     @property
     def _prompt_work(self) -> int:
@@ -618,18 +635,16 @@ class BatchPlanner:
         """Begin the next prompt; return whether there was one that could begin."""
         request = self._next_prompt()
         if request is None and even_if_others_wait:
-            request = next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(self.recomputing)), None)
+            begun = [*self.recomputing, *self.loads.loading]
+            request = next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(begun)), None)
         if request is None:
             return False
         self._budget.match_again(request, self.prompts.reusable_blocks(request))
-        if not self._bind_prompt(request):
+        if not self._bind_prompt(request, load=True):
             idle = not self._active and not self._preempted.queue and not list(self._state.ios)
             self.unbound = request if idle else None
             return False
         self.prompts.remove(request)
-        [sequence] = request.sequences
-        self._state.act(SetBlockTable(request.id, tuple(sequence.table)))
-        self._state.act(BeginPrompt(request.id, sequence.computed))
         return True
 
     def answers_begin(self, request: DecodeRequest) -> None:
@@ -688,7 +703,7 @@ class BatchPlanner:
         lists = [[request.id for request in requests] for requests in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        orders = list(self.slots.kept), self._rotation.digest(), self.overdue.digest(), self.prompts
+        orders = list(self.slots.kept), self._rotation.digest(), self.overdue.digest(), self.prompts, self.loads
         return digest_of(counts, run, lists, *orders)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
@@ -696,6 +711,7 @@ class BatchPlanner:
         self.batch.check_invariants()
         self.overdue.check_invariants(requests)
         self.prompts.check_invariants(requests)
+        self.loads.check_invariants(requests)
         finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
         assert all(request.status is RequestStatus.RUNNING or request in finishing for request in self.batch.requests)
         for status, found in (
@@ -706,7 +722,7 @@ class BatchPlanner:
             assert expected == [request for request in found if request not in finishing]
         for request in self.waiting:
             for sequence in request.sequences:
-                assert len(sequence.table) >= self._settings.blocks_for(sequence.tokens - 1)
+                assert len(sequence.table.blocks) >= self._settings.blocks_for(sequence.tokens - 1)
         assert not self.copies, "a copy belongs to a step"
         if self.run_in_flight is not None:
             check_block_writes(self.batch, self._state, self.run_in_flight.copies)

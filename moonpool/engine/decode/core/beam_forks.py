@@ -6,6 +6,7 @@ from moonpool.engine.decode.core.actions import SetBlockTable
 from moonpool.engine.decode.core.events import Candidates
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.state import DecodeState
+from moonpool.engine.scheduler.block_table import BlockTable
 
 
 def advance_search(state: DecodeState, request: DecodeRequest, candidates: Sequence[Candidates]) -> bool:
@@ -25,17 +26,17 @@ def advance_search(state: DecodeState, request: DecodeRequest, candidates: Seque
 
 def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], parents: list[int]) -> None:
     """Each sequence takes the parent's blocks."""
-    before = [(other.table, other.keys, other.stored, other.borders, other.past) for other in sequences]
+    before = [(other.table, other.keys, other.stored, other.borders) for other in sequences]
     pairs = zip(sequences, (before[parent] for parent in parents), strict=True)
-    moved = [(sequence, taken) for sequence, taken in pairs if taken[0] != sequence.table]
-    for _, (table, *_, past) in moved:
-        state.blocks.acquire(table, past)
+    moved = [(sequence, taken) for sequence, taken in pairs if taken[0].blocks != sequence.table.blocks]
+    for _, (table, *_) in moved:
+        state.blocks.acquire(table.blocks, table.past)
     for sequence, _ in moved:
-        state.blocks.release(sequence.table, sequence.past)
-    for sequence, (table, keys, stored, borders, past) in moved:
-        sequence.table, sequence.keys, sequence.past = list(table), list(keys), past
+        sequence.table.unpin(state.blocks)
+    for sequence, (table, keys, stored, borders) in moved:
+        sequence.table, sequence.keys = BlockTable(list(table.blocks), table.past), list(keys)
         sequence.stored, sequence.borders = list(stored), list(borders)
-        state.act(SetBlockTable(sequence.id, tuple(table)))
+        state.act(SetBlockTable(sequence.id, tuple(table.blocks)))
 
 
 def group_by_search(

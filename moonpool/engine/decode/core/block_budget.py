@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.engine.decode.core.request import DecodeRequest
 from moonpool.engine.decode.core.settings import DecodeSettings
+from moonpool.engine.scheduler.block_table import BlockTable
 
 
 class BlockBudget:
@@ -58,8 +59,8 @@ class BlockBudget:
         Also promises window blocks for blocks from `whole_from` on, counted in the prompt's blocks.
         """
         [sequence] = request.sequences
-        sequence.table, sequence.past = held, min(len(held), whole_from)
-        self.blocks.acquire(held, sequence.past)
+        sequence.table.blocks, sequence.table.past = held, min(len(held), whole_from)
+        self.blocks.acquire(held, sequence.table.past)
         request.promised = new
         self.promised += new
         if self.blocks.num_slots:
@@ -69,16 +70,16 @@ class BlockBudget:
     def bind(self, request: DecodeRequest) -> None:
         """Turn the promise into blocks, which have no window blocks yet; cannot fail."""
         [sequence] = request.sequences
-        sequence.table += self.blocks.allocate(request.promised)
+        sequence.table.blocks += self.blocks.allocate(request.promised)
         self._promise_over(request)
 
     def match_again(self, request: DecodeRequest, most: int) -> None:
         """Take blocks of a waiting prompt that others have computed since the promise; at most `most` in all."""
         [sequence] = request.sequences
-        held = len(sequence.table)
+        held = len(sequence.table.blocks)
         more = self.blocks.match(sequence.keys[:most])[held:] if not self.blocks.num_slots else []
         self.blocks.acquire(more)
-        sequence.table += more
+        sequence.table.blocks += more
         request.promised -= len(more)
         self.promised -= len(more)
 
@@ -86,9 +87,9 @@ class BlockBudget:
         """As `bind`, for blocks that the prompt's KV arrives in: blocks before `whole_from` arrive without windows."""
         [sequence] = request.sequences
         self.bind(request)
-        self.blocks.pass_windows(sequence.table[sequence.past : whole_from])
-        sequence.past = max(sequence.past, min(whole_from, len(sequence.table)))
-        self.blocks.give_slots(sequence.table[whole_from:])
+        self.blocks.pass_windows(sequence.table.blocks[sequence.table.past : whole_from])
+        sequence.table.past = max(sequence.table.past, min(whole_from, len(sequence.table.blocks)))
+        self.blocks.give_slots(sequence.table.blocks[whole_from:])
 
     def _promise_over(self, request: DecodeRequest) -> None:
         self.promised -= request.promised
@@ -107,18 +108,18 @@ class BlockBudget:
             False, with no effect, if the pool has too few available blocks or window blocks.
         """
         [sequence] = request.sequences
-        end = self.blocks.continuable(sequence.table[:most])
-        given_back, past = sequence.table[end:], min(sequence.past, max(0, end - window_blocks))
+        end = self.blocks.continuable(sequence.table.blocks[:most])
+        given_back, past = sequence.table.blocks[end:], min(sequence.table.past, max(0, end - window_blocks))
         freed = sum(self.blocks.ref_count(block) == 1 for block in given_back)
-        needed = sequence.table[past : min(end, sequence.past)]
+        needed = sequence.table.blocks[past : min(end, sequence.table.past)]
         if self.available + freed < len(given_back) or self.window_blocks_available < sum(
             map(self.blocks.is_spare, needed)
         ):
             return False
-        self.blocks.release(given_back, max(0, sequence.past - end))
+        self.blocks.release(given_back, max(0, sequence.table.past - end))
         self.blocks.need_windows(needed)
-        sequence.past = past
-        del sequence.table[end:]
+        sequence.table.past = past
+        del sequence.table.blocks[end:]
         request.promised += len(given_back)
         self.promised += len(given_back)
         return True
@@ -126,8 +127,7 @@ class BlockBudget:
     def register_leading(self, request: DecodeRequest, leading: int) -> None:
         """Register keys for full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
         [sequence] = request.sequences
-        for block, key in zip(sequence.table[:leading], sequence.keys, strict=False):
-            self.blocks.register(block, key, request.owner)
+        sequence.table.register(sequence.keys, range(leading), self.blocks, request.owner)
 
     def expect(self, request: DecodeRequest, blocks: int) -> None:
         """Set the blocks that a request is expected to need beyond the present blocks."""
@@ -137,8 +137,8 @@ class BlockBudget:
     def release(self, request: DecodeRequest) -> None:
         """Take all blocks and any promise from a request."""
         for sequence in request.sequences:
-            self.blocks.release(sequence.table, sequence.past)
-            sequence.table, sequence.past = [], 0
+            sequence.table.unpin(self.blocks)
+            sequence.table = BlockTable()
         self._promise_over(request)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:

@@ -5,7 +5,8 @@ from moonpool.engine.decode.core.actions import Chunk
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
 from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
-from moonpool.engine.decode.core.windows import pass_windows
+from moonpool.engine.scheduler.chunks import chunk_end
+from moonpool.engine.scheduler.windows import give_chunk_slots, pass_windows
 
 
 def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeState) -> tuple[Chunk, ...]:
@@ -17,10 +18,10 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
     found = list[Chunk]()
     for request in recomputing:
         for sequence in request.sequences:
-            left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
+            start, full_hit = sequence.computed, sequence.computed < sequence.shared
             cost = request.spec.token_cost if request.lacks_first_token else 1
             most = tokens // cost or (0 if found else min(tokens, state.settings.block_size))
-            count = min(most, left)
+            count = chunk_end(start, recompute_goal(request, sequence), most) - start
             if count > 0 and may_recompute(request, sequence):
                 count = count if full_hit else _give_chunk_window_blocks(state, request, sequence, count)
             if count > 0 and may_recompute(request, sequence):
@@ -33,29 +34,14 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
 def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
     """Give window blocks to the blocks of a sequence's next `count` tokens; return how many tokens have them.
 
-    Layers with a window write KV in each block. Recurrent states are written behind the chunk and where the request's
-    other sequences begin; also behind the sequence's last full block if a window block is left.
+    Recurrent states are written behind the chunk and where the request's other sequences begin; also behind the
+    sequence's last full block if a window block is left.
     """
     settings, manager, size = state.settings, state.blocks, state.settings.block_size
-    if not settings.window_blocks:
-        return count
-    start, end = sequence.computed, sequence.computed + count
-    needed, further = set(range(start // size, settings.blocks_for(end))), set[int]()
-    if settings.states_alone:
-        begins = [other.shared // size for other in request.sequences]
-        needed = {max(needed), *(border - 1 for border in begins if start < border * size <= end)}
-        further = {border - 1 for border in (sequence.tokens // size,) if start < border * size <= end}
-    lacking = [index for index in sorted(needed) if manager.is_partial(sequence.table[index])]
-    short = len(lacking) - max(0, state.budget.window_blocks_available)
-    if short > 0:
-        if settings.states_alone:
-            return 0
-        end = max(start, lacking[-short] * size)
-        del lacking[-short:]
-    manager.give_slots(sequence.table[index] for index in lacking)
-    if state.budget.window_blocks_available > 0:
-        manager.give_slots(sequence.table[index] for index in further)
-    return end - start
+    begins = [other.shared // size for other in request.sequences]
+    borders, available = (begins, (sequence.tokens // size,)), state.budget.window_blocks_available
+    tokens = range(sequence.computed, sequence.computed + count)
+    return max(0, give_chunk_slots(sequence.table.blocks, tokens, borders, settings, manager, available) - tokens.start)
 
 
 def may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
@@ -81,10 +67,10 @@ def take_computed_chunk(
     request: DecodeRequest, chunk: Chunk, settings: DecodeSettings, manager: BlockManager
 ) -> RequestSequence:
     """Count a computed chunk and register keys for blocks that are full now; return the chunk's sequence."""
-    sequence, size = request.find(chunk.id), settings.block_size
+    sequence = request.find(chunk.id)
     assert sequence is not None, "sequences end in the batch only"
     sequence.computed = chunk.start + chunk.count
-    for index in range(chunk.start // size, min(sequence.computed // size, len(sequence.keys))):
-        manager.register(sequence.table[index], sequence.keys[index], request.owner)
-    pass_windows(sequence, sequence.computed, settings, manager)
+    blocks = range(chunk.start // settings.block_size, sequence.computed // settings.block_size)
+    sequence.table.register(sequence.keys, blocks, manager, request.owner)
+    pass_windows(sequence.table, sequence.computed, settings, manager)
     return sequence

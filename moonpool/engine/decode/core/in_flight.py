@@ -1,39 +1,64 @@
-"""I/O in flight, with the blocks that each pins."""
+"""I/O in flight, with the block tables that each pins.
+
+A run in flight pins no table: a request that ends during the run keeps its tables until the run is over, so that a step
+costs the same for any number of sequences.
+"""
 
 from moonpool.base.frozen import frozen
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
+from moonpool.engine.scheduler.block_table import BlockTable
 
 
 @frozen
-class SwapPin:
-    """Pins a request's blocks while they are swapped out or in."""
+class SwapFlight:
+    """A request's blocks being swapped out or in."""
 
     request: DecodeRequest
     out: bool
     blocks: tuple[int, ...]
+    tables: tuple[BlockTable, ...]
 
 
 @frozen
-class StorePin:
-    """Pins a full block while the block is written to one of the request's kvstores; the request may have ended.
+class WriteBackFlight:
+    """A full block being written to one of the request's kvstores; the request may have ended.
 
     Attributes:
-        windowed: the slices of layers with a window are written, too.
+        table: the block; the slices of layers with a window are written if the block is not `past`.
     """
 
     request: DecodeRequest
     sequence: RequestSequence
     index: int
-    block: int
     store: int
-    windowed: bool
+    table: BlockTable
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        return (self.table,)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the slices of layers with a window are written, too."""
+        return not self.table.past
 
 
 @frozen
-class ReceivePin:
-    """Pins an ended request's blocks while a transfer may still write into these blocks."""
+class ReceiveFlight:
+    """A transfer that may still write into the blocks of a request that has ended."""
 
     request: DecodeRequest
+    tables: tuple[BlockTable, ...]
 
 
-BlockPin = SwapPin | StorePin | ReceivePin
+@frozen
+class LoadFlight:
+    """A read of `wanted` blocks of a prompt's prefix, from one of the request's sources."""
+
+    request: DecodeRequest
+    source: int
+    wanted: int
+    tables: tuple[BlockTable, ...]
+
+
+IoInFlight = SwapFlight | WriteBackFlight | ReceiveFlight | LoadFlight

@@ -111,7 +111,9 @@ class OverdueGrants:
         freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
         soon = budget.available + self._preempted.blocks_being_freed + len(freed)
         windows = window_blocks_to_resume(holder, self._settings) - budget.window_blocks_available
-        given = sum(len(sequence.table) - sequence.past for request in giving for sequence in request.sequences)
+        given = sum(
+            len(sequence.table.blocks) - sequence.table.past for request in giving for sequence in request.sequences
+        )
         if soon < budget.cost(held, new) + len(freed.intersection(held)) or windows > given:
             return None
         return max(0, budget.cost(held, new) - budget.available, windows)

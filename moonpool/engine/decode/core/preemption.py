@@ -5,7 +5,7 @@ from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.engine.decode.core.actions import SetBlockTable, SwapDrop, SwapIn, SwapOut
 from moonpool.engine.decode.core.block_budget import peak_blocks
 from moonpool.engine.decode.core.events import SwapEnd
-from moonpool.engine.decode.core.in_flight import SwapPin
+from moonpool.engine.decode.core.in_flight import SwapFlight
 from moonpool.engine.decode.core.request import PREEMPTIBLE, DecodeRequest, RequestStatus
 from moonpool.engine.decode.core.restoring import (
     block_sharing_behind_prompt,
@@ -20,7 +20,8 @@ from moonpool.engine.decode.core.restoring import (
 from moonpool.engine.decode.core.settings import Preemption
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.tenant_shares import TenantUse, block_use, several_tenants
-from moonpool.engine.decode.core.windows import expected_window_blocks, pass_windows
+from moonpool.engine.decode.core.windows import expected_window_blocks
+from moonpool.engine.scheduler.windows import pass_windows
 
 PROTECTED_AFTER_PREEMPTIONS = 2
 """A request preempted this often is spared if another request can be preempted."""
@@ -94,7 +95,8 @@ class PreemptedRequests:
         self.swapped_blocks += len(blocks)
         self.blocks_being_freed += len(request.blocks)
         self.swaps += 1
-        self._state.act(SwapOut(self._state.ios.begin(SwapPin(request, True, blocks)), request.id, blocks))
+        io = self._state.ios.begin(SwapFlight(request, True, blocks, request.tables))
+        self._state.act(SwapOut(io, request.id, blocks))
 
     def enqueue(self, request: DecodeRequest) -> None:
         """Let a request without blocks wait until restored."""
@@ -158,7 +160,7 @@ class PreemptedRequests:
         self.queue.remove(request)
         blocks = rebuild_tables(request, held, self._settings, self._state.blocks)
         self._budget.expect(request, growth)
-        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences]
+        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table.blocks)) for sequence in request.sequences]
         self._fill(request, held, blocks)
         return True
 
@@ -173,17 +175,17 @@ class PreemptedRequests:
         if request.preemption.swapped_blocks > len(held):
             copied = tuple(blocks[len(held) : request.preemption.swapped_blocks])
             for sequence in request.sequences:
-                pass_windows(sequence, sequence.tokens - 1, self._settings, self._state.blocks)
-            needed = {block for sequence in request.sequences for block in sequence.table[sequence.past :]}
+                pass_windows(sequence.table, sequence.tokens - 1, self._settings, self._state.blocks)
+            needed = {block for sequence in request.sequences for block in sequence.table.blocks[sequence.table.past :]}
             self._state.blocks.give_slots(block for block in copied if block in needed)
             request.set_status(RequestStatus.SWAPPING_IN)
-            io = self._state.ios.begin(SwapPin(request, False, copied))
+            io = self._state.ios.begin(SwapFlight(request, False, copied, request.tables))
             self._state.act(SwapIn(io, request.id, len(held), copied))
             return
         self.drop_swapped(request)  # the pool still has as many blocks as the copy
         resume_with_blocks(request, held, self._settings, self._state.blocks)
 
-    def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
+    def swap_ended(self, pin: SwapFlight, result: SwapEnd) -> None:
         """Note that a copy has ended. The caller handles a request that has ended meanwhile."""
         if result.ok:
             self._observe(self._settings.moved_bytes(len(pin.blocks), part_filled=1), result.seconds)
@@ -209,8 +211,8 @@ class PreemptedRequests:
             self.enqueue(request)
             return
         for sequence in request.sequences:  # copied blocks are found by their keys again
-            for block, key in zip(sequence.table, sequence.keys, strict=False):
-                self._state.blocks.register(block, key, request.owner)
+            blocks = range(len(sequence.table.blocks))
+            sequence.table.register(sequence.keys, blocks, self._state.blocks, request.owner)
         request.set_status(RequestStatus.WAITING)
 
     def _observe(self, nbytes: int, seconds: float) -> None:
@@ -241,7 +243,7 @@ class PreemptedRequests:
         assert sorted(r.id for r in self.queue) == sorted(request.id for request in preempted)
         assert not any(request.blocks for request in preempted)
         assert self.swapped_blocks == sum(request.preemption.swapped_blocks for request in requests)
-        out = [pin.request for _, pin in self._state.ios if isinstance(pin, SwapPin) and pin.out]
+        out = [pin.request for _, pin in self._state.ios if isinstance(pin, SwapFlight) and pin.out]
         assert self.blocks_being_freed == sum(len(request.blocks) for request in out)
         assert not any(r.preemption.swapped_blocks for r in requests if r.status in PREEMPTIBLE)
 

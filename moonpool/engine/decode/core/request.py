@@ -12,6 +12,8 @@ from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.engine.decode.core.beam_search import BeamSearch
 from moonpool.engine.decode.core.events import ReserveBlocks
+from moonpool.engine.scheduler.block_table import BlockTable
+from moonpool.engine.scheduler.prefix_sources import KVSource, PrefixLoaded, PrefixMiss
 
 NO_STREAM = 0
 """`DecodeRequest.stream` after losing the conductor."""
@@ -32,6 +34,8 @@ class RequestStatus(Enum):
     """Has KV for all tokens but the last. Waits for a slot in the batch, or for a block."""
     RUNNING = "running"
     """In the batch."""
+    LOADING = "loading"
+    """The prompt is computed here, and its prefix is loaded into the blocks from a kvstore or another instance."""
     RECOMPUTING = "recomputing"
     """Computes missing KV chunk by chunk: after preemption, behind known tokens, or of a prompt computed here."""
     SWAPPING_OUT = "swapping out"
@@ -52,7 +56,8 @@ _RESTORED = (_S.WAITING, _S.RECOMPUTING, _S.SWAPPING_IN)
 
 TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
     _S.PROMISED: frozenset({_S.RECEIVING, _S.QUEUED, _S.WAITING, _S.RECOMPUTING, _S.FINISHING}),
-    _S.QUEUED: frozenset({_S.RECOMPUTING, _S.FINISHING}),
+    _S.QUEUED: frozenset({_S.LOADING, _S.RECOMPUTING, _S.FINISHING}),
+    _S.LOADING: frozenset({_S.RECOMPUTING, _S.FINISHING}),
     _S.RECEIVING: frozenset({_S.RECEIVED, _S.FINISHING}),
     _S.RECEIVED: frozenset({_S.WAITING, _S.FINISHING}),
     _S.WAITING: frozenset({_S.RUNNING, _S.PREEMPTED, _S.SWAPPING_OUT, _S.FINISHING, _S.PARKED}),
@@ -71,6 +76,8 @@ PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOM
 """The request may be preempted if no step in flight computes the request."""
 COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN)
 """A copy uses the request's blocks."""
+MOVING = (*COPYING, RequestStatus.LOADING)
+"""A copy or a load uses the request's blocks."""
 
 
 @frozen
@@ -95,23 +102,20 @@ class RequestSequence:
         keys: keys of full blocks: the prompt's, then the answer's.
         tokens: prompt and answer so far, with the first sampled token once started. In the batch: less
             `RunningBatch.ticks`.
-        table: block table; each block is referenced once.
         computed: leading tokens that have KV, or get KV from an earlier sequence; while recomputing.
         stored: for each of the request's kvstores, leading full blocks believed to be there.
         borders: for each kvstore, the most leading blocks whose window is believed to be there; only with windows.
         shared: leading tokens whose KV another sequence writes; while recomputing.
-        past: leading blocks whose windowed slices the sequence does not read any more.
     """
 
     id: int
     keys: list[BlockKey]
     tokens: int
-    table: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     stored: list[int] = field(default_factory=list)
     borders: list[int] = field(default_factory=list)
     shared: int = 0
-    past: int = 0
 
 
 @dataclass(slots=True)
@@ -152,6 +156,25 @@ class PreemptionState:
         return self.sharing
 
 
+@dataclass(slots=True)
+class PromptPrefix:
+    """The leading part of a whole prompt that need not be computed.
+
+    Attributes:
+        held: leading blocks that were cached.
+        io: the last load's I/O number; 0 = no load has begun.
+        asked_end: blocks that the prompt has if that load arrives whole.
+        misses: blocks that a kvstore lacked.
+        loads: loads that arrived whole.
+    """
+
+    held: int = 0
+    io: int = 0
+    asked_end: int = 0
+    misses: list[PrefixMiss] = field(default_factory=list)
+    loads: list[PrefixLoaded] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """A request: a group of sequences that runs, is preempted and restored together; mostly one sequence.
@@ -182,6 +205,8 @@ class DecodeRequest:
             the kvstores.
         search: chooses which sequences fork; None = each sequence continues alone.
         held_by_stores: see `QueuePrompt.held`.
+        sources: where the prefix of a whole prompt may be loaded from, the best first.
+        prefix: of a whole prompt whose turn has come.
         turn: place among the whole prompts computed here, until the first token; None = no such prompt.
         takeover: what another conductor needs for a takeover.
         preemption: how the request was preempted.
@@ -210,6 +235,8 @@ class DecodeRequest:
     prompt_here: bool = False
     turn: QueueKey | None = None
     held_by_stores: tuple[int | None, ...] = ()
+    sources: tuple[KVSource, ...] = ()
+    prefix: PromptPrefix = field(default_factory=PromptPrefix)
 
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
@@ -310,14 +337,19 @@ class DecodeRequest:
     def blocks(self) -> list[int]:
         """The request's blocks, each once: the first sequence's in order, then blocks of further sequences only."""
         if len(self.sequences) == 1:
-            return self.sequences[0].table
-        return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table))
+            return self.sequences[0].table.blocks
+        return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table.blocks))
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """The sequences' block tables."""
+        return tuple([sequence.table for sequence in self.sequences])
 
     def blocks_of(self, sharing: BlockSharing) -> Iterator[int]:
         """Return the blocks that `sharing` counts, in order, while the sequences still have them."""
         seen = set[int]()
         for sequence, table in zip(self.sequences, sharing.tables, strict=True):
-            for number, block in zip(table, sequence.table, strict=False):
+            for number, block in zip(table, sequence.table.blocks, strict=False):
                 if number not in seen:
                     seen.add(number)
                     yield block
@@ -325,7 +357,7 @@ class DecodeRequest:
     @property
     def refs(self) -> Iterator[int]:
         """Block references: a block appears once for each sequence that has the block."""
-        return (block for sequence in self.sequences for block in sequence.table)
+        return (block for sequence in self.sequences for block in sequence.table.blocks)
 
     @property
     def answer_tokens(self) -> int:
@@ -343,9 +375,6 @@ class DecodeRequest:
     def check_invariants(self, *, leased: bool) -> None:
         """Assert what the status means. `leased`: the request has a lease."""
         assert 1 <= len(self.sequences) <= self.spec.width
-        for sequence in self.sequences:
-            assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
-            assert sequence.past <= len(sequence.table)
         assert not self.promised or self.status in (RequestStatus.PROMISED, RequestStatus.QUEUED)
         assert leased == (self.status in TRANSFERRING)
         self._check_search()
@@ -356,7 +385,9 @@ class DecodeRequest:
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
         assert len(self.sequences) == len(search.scores) == self.spec.width
-        assert len({(sequence.tokens, len(sequence.table), len(sequence.keys)) for sequence in self.sequences}) == 1
+        assert (
+            len({(sequence.tokens, len(sequence.table.blocks), len(sequence.keys)) for sequence in self.sequences}) == 1
+        )
         search.check_invariants()
 
 

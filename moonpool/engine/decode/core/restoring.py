@@ -6,7 +6,7 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.engine.decode.core.chunks import is_recomputed
 from moonpool.engine.decode.core.request import BlockSharing, DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.settings import DecodeSettings
-from moonpool.engine.decode.core.windows import pass_windows
+from moonpool.engine.scheduler.windows import pass_windows
 
 
 def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockSharing:
@@ -14,7 +14,7 @@ def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockS
     numbers: dict[int, int] = {}
     tables = []
     for sequence in request.sequences:
-        written = sequence.table[: settings.blocks_for(sequence.tokens - 1)]
+        written = sequence.table.blocks[: settings.blocks_for(sequence.tokens - 1)]
         tables.append(tuple(numbers.setdefault(block, len(numbers)) for block in written))
     return BlockSharing(len(numbers), tuple(tables))
 
@@ -65,16 +65,16 @@ def rebuild_tables(
     leading = count_leading_blocks(request, held)
     for sequence, table in zip(request.sequences, sharing.tables, strict=True):
         if len(sharing.tables) == 1:  # a group may continue behind any block that is held
-            sequence.past = settings.first_windowed_block(leading * settings.block_size)
-        manager.acquire([held[number] for number in table if number in held], sequence.past)
+            sequence.table.past = settings.first_windowed_block(leading * settings.block_size)
+        manager.acquire([held[number] for number in table if number in held], sequence.table.past)
     missing = [number for number in range(sharing.blocks) if number not in held]
     block_of = held | dict(zip(missing, manager.allocate(len(missing)), strict=True))
     fresh = set(missing)
     for sequence, table in zip(request.sequences, sharing.tables, strict=True):
         manager.acquire([block_of[number] for number in table if number not in held and number not in fresh])
         fresh.difference_update(table)
-        sequence.table = [block_of[number] for number in table]
-        sequence.table += manager.allocate(growth_blocks(sequence, table, settings))
+        sequence.table.blocks = [block_of[number] for number in table]
+        sequence.table.blocks += manager.allocate(growth_blocks(sequence, table, settings))
     return [block_of[number] for number in range(sharing.blocks)]
 
 
@@ -113,7 +113,7 @@ def resume_with_blocks(
     """Restore a request that holds some blocks: WAITING if no KV is missing, else RECOMPUTING."""
     _skip_held(request, held, settings)
     for sequence in request.sequences:
-        pass_windows(sequence, sequence.computed, settings, manager)
+        pass_windows(sequence.table, sequence.computed, settings, manager)
     waits = is_recomputed(request) and not request.lacks_first_token  # first tokens are sampled with a chunk
     request.set_status(RequestStatus.WAITING if waits else RequestStatus.RECOMPUTING)
 

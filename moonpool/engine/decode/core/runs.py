@@ -15,7 +15,7 @@ from moonpool.engine.decode.core.events import RunDone, RunProgress
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.tbt_limiter import TbtLimiter
-from moonpool.engine.decode.core.windows import pass_windows
+from moonpool.engine.scheduler.windows import pass_windows
 
 OVERDUE_RATIO = 2.0
 """A step this many times longer than predicted lowers the engine's speed before the step ends."""
@@ -94,10 +94,10 @@ def sequences_short_ahead(
     ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, settings.ahead_steps)) else 0
     while (short := batch.soonest(steps)) is not None and ahead < budget.surplus:
         request, sequence = short
-        pass_windows(sequence, batch.tokens_of(sequence) - 1, settings, state.blocks)
+        pass_windows(sequence.table, batch.tokens_of(sequence) - 1, settings, state.blocks)
         if state.blocks.num_slots and budget.window_blocks_available < 1:
             return
-        if len(sequence.table) == settings.blocks_for(request.total_tokens - 1):
+        if len(sequence.table.blocks) == settings.blocks_for(request.total_tokens - 1):
             return  # the answer ends in this block: the last token is never computed
         ahead += 1
         yield short

@@ -43,12 +43,12 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
-from moonpool.engine.decode.core.in_flight import ReceivePin, StorePin, SwapPin
+from moonpool.engine.decode.core.in_flight import LoadFlight, ReceiveFlight, SwapFlight, WriteBackFlight
 from moonpool.engine.decode.core.orphans import OrphanedRequests
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.preemption import PreemptedRequests
 from moonpool.engine.decode.core.request import (
-    COPYING,
+    MOVING,
     DecodeRequest,
     RequestStatus,
     RequestTable,
@@ -57,6 +57,8 @@ from moonpool.engine.decode.core.runs import observe_run
 from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.write_back import BlockWriteBack
+from moonpool.engine.scheduler.block_table import check_pins
+from moonpool.engine.scheduler.prefix_sources import LoadEnded
 
 NO_PLACE = "the prompt cannot be computed here now"
 _Transfer = TransferOpened | TransferProgress | TransferComplete
@@ -243,6 +245,7 @@ class DecodeScheduler:
             self._abort([request], "the conductor's stream ended")
             return
         request.stream, request.held_by_stores = event.stream, event.held
+        request.sources = event.sources if request.asked.reuse else ()
         request.patient = event.patient and not request.tbt_slo_s
         self._leases.clear(request.id)
         self.planner.prompts.add(request, event.delay_s)
@@ -275,7 +278,9 @@ class DecodeScheduler:
         """Let the answers wait for their first step: the KV and the first tokens are there."""
         fork_sequences(request, self.blocks)
         behind_first = request.take_known_tokens()
-        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences[1:]]
+        self._state.out += [
+            SetBlockTable(sequence.id, tuple(sequence.table.blocks)) for sequence in request.sequences[1:]
+        ]
         reasons = zip(request.sequences, request.finishes, strict=False)
         ended = [(sequence, reason) for sequence, reason in reasons if reason]
         self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
@@ -338,7 +343,9 @@ class DecodeScheduler:
             for sequence in request.sequences:
                 self.write_back.write_window(request, sequence)
         # Blocks stay until whoever reads or writes them has ended; else their next owner would be damaged.
-        in_use = request.status in COPYING or self._stop_receiving(request)
+        if request.status is RequestStatus.LOADING:
+            self.planner.loads.give_up(request)
+        in_use = request.status in MOVING or self._stop_receiving(request)
         quiet = not in_use and self.planner.try_remove(request)
         self.planner.slots.kept.pop(request.id, None)
         request.set_status(RequestStatus.FINISHING)
@@ -351,7 +358,7 @@ class DecodeScheduler:
         """Stop an ending request's transfer; return whether there is a transfer."""
         if request.status is not RequestStatus.RECEIVING:
             return False
-        self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
+        self._state.act(StopReceiving(self._state.ios.begin(ReceiveFlight(request, request.tables)), request.id))
         return True
 
     def _finish_step(self) -> None:
@@ -455,12 +462,14 @@ class DecodeScheduler:
     def _io_ended(self, event: IoEnded[IoEnd]) -> None:
         pin = self._state.ios.end(event.io)
         match pin, event.result:
-            case StorePin(), _:
+            case WriteBackFlight(), _:
                 self.write_back.written(pin, event.result)
                 return
-            case SwapPin(), SwapEnd() as result:
+            case SwapFlight(), SwapEnd() as result:
                 self.preempted.swap_ended(pin, result)
-            case _ if not isinstance(pin, ReceivePin):
+            case LoadFlight(), LoadEnded() as result:
+                self.planner.loads.ended(pin, result)
+            case _ if not isinstance(pin, ReceiveFlight):
                 raise TypeError(f"{event.result} does not answer I/O {event.io}")
         if pin.request.status is RequestStatus.FINISHING:
             self._free(pin.request)
@@ -478,14 +487,13 @@ class DecodeScheduler:
         self.orphans.check_invariants()
         self._table.check_invariants()
         ios = [pin for _, pin in self._state.ios]
-        held = [block for request in requests for block in request.refs]
-        held += [*self.lending, *(pin.block for pin in ios if isinstance(pin, StorePin))]
-        assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
-        copying = [pin.request for pin in ios if not isinstance(pin, StorePin)]
+        owned = [table for request in requests for table in request.tables]
+        check_pins(self.blocks, owned, self._state.ios, list(self.lending))
+        copying = [pin.request for pin in ios if not isinstance(pin, WriteBackFlight)]
         self.write_back.check_invariants(requests)
         for request in requests:
             request.check_invariants(leased=self._leases.at(request.id) is not None)
-            assert request.status not in COPYING or request in copying
+            assert request.status not in MOVING or request in copying
             assert request.status is not RequestStatus.FINISHING or request in copying or request in self._finishing
 
     def digest(self) -> bytes:
@@ -498,7 +506,7 @@ class DecodeScheduler:
             (self.preempted, self._lengths),
             self.tracker.speeds,
             (self._streams, self.orphans),
-            [(io, pin.request.id, pin.block if isinstance(pin, StorePin) else -1) for io, pin in self._state.ios],
+            [(io, pin.request.id, pin.tables) for io, pin in self._state.ios],
             self.lending,
             self._dead,
         )

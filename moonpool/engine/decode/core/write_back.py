@@ -1,11 +1,10 @@
 """Write-back: which full blocks of answers go to kvstores, and when their windows go along."""
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_lending import WRITTEN_PART
 from moonpool.engine.decode.core.actions import StoreBlock
 from moonpool.engine.decode.core.chunks import may_recompute
 from moonpool.engine.decode.core.events import StoreEnd
-from moonpool.engine.decode.core.in_flight import StorePin
+from moonpool.engine.decode.core.in_flight import WriteBackFlight
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
 from moonpool.engine.decode.core.state import DecodeState
 
@@ -22,7 +21,6 @@ class BlockWriteBack:
 
     def __init__(self, state: DecodeState) -> None:
         self._state, self._settings = state, state.settings
-        self._windows_written = 0
 
     def write(
         self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int, *, windowed: bool = False
@@ -34,13 +32,12 @@ class BlockWriteBack:
         """
         if request.owner.transient:
             return
-        block, blocks = sequence.table[index], self._state.blocks
+        block, blocks = sequence.table.blocks[index], self._state.blocks
         windowed = windowed or not blocks.num_slots
-        self._windows_written += windowed and blocks.num_slots > 0
-        blocks.acquire([block], 0 if windowed else 1)
         if sequence.stored[store] == index:
             sequence.stored[store] = index + 1
-        io = self._state.ios.begin(StorePin(request, sequence, index, block, store, windowed))
+        table = self._state.writes.hold([block], 0 if windowed else 1)
+        io = self._state.ios.begin(WriteBackFlight(request, sequence, index, store, table))
         self._state.act(StoreBlock(io, sequence.id, index, block, store, windowed))
 
     def write_window(self, request: DecodeRequest, sequence: RequestSequence) -> None:
@@ -53,8 +50,8 @@ class BlockWriteBack:
             return
         for store, border in enumerate(sequence.borders):
             first = max(border, end - self._settings.window_blocks)
-            full = self._windows_written * WRITTEN_PART > blocks.num_slots  # running answers need window blocks, too
-            lacking = sequence.stored[store] < end or any(map(blocks.is_partial, sequence.table[first:end]))
+            full = self._state.writes.hold_too_many_windows()
+            lacking = sequence.stored[store] < end or any(map(blocks.is_partial, sequence.table.blocks[first:end]))
             if first < end and not full and not lacking:
                 for index in range(first, end):
                     self.write(request, sequence, index, store, windowed=True)
@@ -66,9 +63,9 @@ class BlockWriteBack:
         A block with a key was already cached when the prompt came: the kvstores are believed to hold the block.
         """
         index, blocks = len(sequence.keys), self._state.blocks
-        cached = blocks.key_of(sequence.table[index]) is not None
+        cached = blocks.key_of(sequence.table.blocks[index]) is not None
         sequence.keys.append(key)
-        blocks.register(sequence.table[index], key, request.owner)
+        blocks.register(sequence.table.blocks[index], key, request.owner)
         if cached:
             sequence.stored = [there + (there == index) for there in sequence.stored]
             return
@@ -89,19 +86,19 @@ class BlockWriteBack:
             if full == len(sequence.keys):
                 self.write_window(request, sequence)
 
-    def written(self, pin: StorePin, result: object) -> None:
+    def written(self, flight: WriteBackFlight, result: object) -> None:
         """Note that a write has ended."""
-        self._windows_written -= pin.windowed and self._state.blocks.num_slots > 0
-        self._state.blocks.release([pin.block], 0 if pin.windowed else 1)
+        self._state.writes.ended(flight.table)
         if not (isinstance(result, StoreEnd) and result.ok):
-            stored, borders = pin.sequence.stored, pin.sequence.borders
-            stored[pin.store] = min(stored[pin.store], pin.index)
-            borders[pin.store] = 0 if pin.windowed else borders[pin.store]
+            stored, borders = flight.sequence.stored, flight.sequence.borders
+            stored[flight.store] = min(stored[flight.store], flight.index)
+            borders[flight.store] = 0 if flight.windowed else borders[flight.store]
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Assert that beliefs about stores are possible."""
-        written = sum(pin.windowed for _, pin in self._state.ios if isinstance(pin, StorePin))
-        assert self._windows_written == (written if self._state.blocks.num_slots else 0)
+        self._state.writes.check_invariants(
+            [flight.table for _, flight in self._state.ios if isinstance(flight, WriteBackFlight)]
+        )
         for request in requests:
             for sequence in request.sequences:
                 assert len(sequence.stored) == request.stores

@@ -1,5 +1,7 @@
 """TLS between processes: who is refused, and certificates that change under a running server."""
 
+import contextlib
+import contextvars
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,7 +10,7 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
-from moonpool.base.errors import ConfigError, MoonpoolError, PermissionDenied, Unauthenticated, Unavailable
+from moonpool.base.errors import ConfigError, Mismatch, MoonpoolError, PermissionDenied, Unauthenticated, Unavailable
 from moonpool.base.rpc.api_keys import ApiKeys, hash_key
 from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.roles import (
@@ -213,6 +215,42 @@ async def test_a_clients_certificate_names_its_tenant_and_a_gateway_speaks_for_a
 def test_every_method_of_the_contracts_has_its_roles() -> None:
     methods = {f"/{contract.full_name}/{method.name}" for contract in CONTRACTS for method in contract.methods}
     assert ALLOWED.keys() == methods
+
+
+class Shown:
+    """A call's context that shows a certificate for a role."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        uri = f"moonpool:role:{self._role}".encode()
+        return {"x509_pem_cert": [b"pem"], "x509_subject_alternative_name": [uri], "x509_common_name": [b"x-0"]}
+
+
+@pytest.mark.parametrize(
+    ("role", "joins_as"),
+    [
+        ("prefill", {"prefill"}),
+        ("decode", {"decode"}),
+        ("kvstore", {"kvstore"}),
+        ("engine", {"prefill", "decode"}),
+        ("adapter", {"prefill", "decode"}),
+    ],
+)
+def test_an_instance_joins_as_what_its_certificate_says(role: str, joins_as: set[str]) -> None:
+    """One of role `engine` as either kind: it changes roles without another certificate."""
+    joined = set()
+
+    def join(kind: str) -> None:
+        RoleGate().admit("/moonpool.v1.ConductorService/Join", Shown(role))
+        require_role(kind)
+        joined.add(kind)
+
+    for kind in ("prefill", "decode", "kvstore"):
+        with contextlib.suppress(Mismatch):
+            contextvars.copy_context().run(join, kind)
+    assert joined == joins_as
 
 
 def test_without_security_requests_say_their_tenant() -> None:

@@ -15,6 +15,7 @@ from moonpool.conductor.core.actions import (
     Rehash,
     StartDecode,
 )
+from moonpool.conductor.core.decode_instance import PlacedAnswer
 from moonpool.conductor.core.events import CompletionReason, LoadReported
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.instances import LoadFacts
@@ -98,6 +99,31 @@ def test_of_those_that_hold_most_the_least_loaded_is_taken() -> None:
     assert found.plan(64, keys=KEYS, at_decode=True).prefill.id == "decode-1"
 
 
+@pytest.mark.parametrize(
+    ("queue_s", "running", "at_decode"),
+    # 64 s at decode alone; two that run there lose 64 s each, and four of their steps come on top.
+    [(0.0, 0, False), (21.0, 0, False), (22.0, 0, True), (210.0, 2, True), (100.0, 2, False)],
+)
+def test_a_whole_prompt_is_computed_at_decode_where_prefill_is_behind(
+    queue_s: float, running: int, at_decode: bool
+) -> None:
+    found = world(1 << 20, running=running, held=0)
+    found.report("prefill-0", drain_s=queue_s)
+    plan = found.plan(64, keys=KEYS, at_decode=True)
+    assert (plan.at_decode, plan.prefill.used_blocks) == (at_decode, 0)
+
+
+def test_prompts_that_wait_at_decode_go_first() -> None:
+    """Until the first token of their answers."""
+    found = world(1 << 20, held=0)
+    found.report("prefill-0", drain_s=1000.0)
+    answer = PlacedAnswer(64, 4, prompt_s=64.0)
+    claim = found.cluster.claim_decode("decode-0", answer)
+    waiting = found.plan(64, keys=KEYS, at_decode=True).prefill.queue_s
+    found.cluster.answer_grew(claim, 1, 0.0)
+    assert (waiting - found.plan(64, keys=KEYS, at_decode=True).prefill.queue_s, answer.prompt_s) == (64.0, 0.0)
+
+
 def test_speeds_that_are_not_known_promise_nothing() -> None:
     found = World(facts("prefill-0", speeds=SPEEDS), facts("decode-0", speeds=Speeds()), decode_prompt_tokens=32)
     found.events("decode-0", KEYS[:3])
@@ -131,7 +157,14 @@ class TestLife:
         assert isinstance(world.ends[number], CompleteRequest)
         world.finish_all()
 
-    @pytest.mark.parametrize("held", [0, 1, 3])
+    def test_one_that_holds_more_computes_less(self) -> None:
+        world = Cluster()
+        world.come()
+        world.promise(world.one(CallReserve), held=3)
+        assert world.one(StartDecode).target.held_blocks == 3
+        world.finish_all()
+
+    @pytest.mark.parametrize("held", [0, 1])
     def test_one_that_holds_something_else_gives_its_promise_back(self, held: int) -> None:
         """And prefill computes the prompt, as nothing else is tried a second time."""
         world = Cluster()

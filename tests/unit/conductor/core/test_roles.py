@@ -147,6 +147,8 @@ def test_nobody_follows_before_the_change_is_over_and_who_has_changed_stays() ->
     world.wait(100)
     assert len(world.changes) == 1
     world.leave("d0")
+    world.queue(IDLE)
+    world.run(FULL)
     world.wait(60)
     assert len(world.changes) == 1
     world.join("a9", InstanceKind.PREFILL)  # by its name it would be the next one

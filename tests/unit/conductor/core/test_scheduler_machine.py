@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,14 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonpool.conductor.core.actions import CallPrefill, CallReserve, StartDecode, TakeOverSequence
 from moonpool.conductor.core.events import ClientGone, CompletionReason, KVDelivered, StalePlacement, StopRequested
-from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.failures import STALE, Failure, FailureKind
 from moonpool.conductor.core.request_spec import SloLimits
 from tests.examples import examples
 
 from .world import BLOCK, NO_ROOM, World
 
 FAILURES = [Failure(kind, "a test says so") for kind in FailureKind if kind is not FailureKind.OVERLOADED]
-REFUSALS = [NO_ROOM, Failure(FailureKind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
+STALE_QUEUE = Failure(FailureKind.OVERLOADED, "the prompts there take longer", reason=STALE)
+REFUSALS = [NO_ROOM, STALE_QUEUE, Failure(FailureKind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
 FINISH = st.none() | st.none() | st.sampled_from([CompletionReason.STOP, CompletionReason.LENGTH])
 KEYS = tuple(bytes([number]) * 32 for number in range(7))
 SEVERAL = [(1, False), (1, False), (1, False), (2, False), (1, True), (2, True)]
@@ -32,15 +34,21 @@ def untold(number: int) -> StopRequested:
 class RequestMachine(RuleBasedStateMachine):
     """Requests, calls and instances, as a shell might tell of them."""
 
+    prefills, boths = 2, 0
+    """Prefill instances at the beginning; decode instances in the role both, the last ones."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(prefills=2, decodes=3, total=8, decode_prompt_tokens=24)
+        self.world = World(prefills=self.prefills, decodes=3, total=8, decode_prompt_tokens=24, boths=self.boths)
         self.epochs = dict.fromkeys(NAMES, 1)
         self.held = dict.fromkeys(NAMES, 0)
         self.blocks: dict[int, int] = {}
         """Full blocks of each prompt."""
         for name in NAMES[2:]:
             self.holds(name, len(KEYS))
+
+    def is_both(self, name: str) -> bool:
+        return name in NAMES[len(NAMES) - self.boths :]
 
     @rule(
         prompt=st.integers(1, 100),
@@ -103,6 +111,8 @@ class RequestMachine(RuleBasedStateMachine):
                 case CallPrefill():
                     self.world.first_token(call, CompletionReason.LENGTH if call.target is None else None)
                 case StartDecode() | TakeOverSequence():
+                    if isinstance(call, StartDecode) and call.plan is not None and data.draw(st.booleans()):
+                        self.world.prompt_computed(call)
                     self.world.more(call)
 
     @precondition(lambda self: self.calls(CallReserve))
@@ -181,11 +191,12 @@ class RequestMachine(RuleBasedStateMachine):
         if name.startswith("prefill"):
             self.world.join_prefill(name, self.epochs[name])
         else:
-            self.world.join_decode(name, self.epochs[name], total=8)
+            self.world.join_decode(name, self.epochs[name], total=8, both=self.is_both(name))
 
     @rule(name=st.sampled_from(NAMES), free=st.integers(0, 8))
     def report(self, name: str, free: int) -> None:
-        self.world.report(name, free)
+        load: dict[str, Any] = {"drain_s": 0.1, "queued_tokens": 100} if self.is_both(name) else {}
+        self.world.report(name, free, **load)
 
     @rule(name=st.sampled_from(NAMES), draining=st.booleans())
     def drain(self, name: str, draining: bool) -> None:
@@ -242,5 +253,13 @@ class RequestMachine(RuleBasedStateMachine):
         return [call for call in calls if call.request in world.rehashes]
 
 
+class BothMachine(RequestMachine):
+    """The same where no prefill instance is there at first, and most decode instances compute prompts."""
+
+    prefills, boths = 0, 2
+
+
 TestRequests = RequestMachine.TestCase
 TestRequests.settings = settings(max_examples=examples(60), stateful_step_count=50)
+TestRequestsOfBoth = BothMachine.TestCase
+TestRequestsOfBoth.settings = TestRequests.settings

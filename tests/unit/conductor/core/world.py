@@ -33,6 +33,7 @@ from moonpool.conductor.core.events import (
     KeysChanged,
     LoadReported,
     PrefillMeasurements,
+    PromptComputed,
     Rehashed,
     RequestArrived,
     ReserveGranted,
@@ -81,7 +82,9 @@ class World:
         slow_factor: float = 0.0,
         copy_share: float = 0.0,
         prefetch_share: float = 0.0,
+        boths: int = 0,
     ) -> None:
+        """`boths`: so many of the decode instances, the last ones, are in the role both."""
         routing = RoutingConfig(
             decode_prompt_tokens=decode_prompt_tokens,
             slow_factor=slow_factor,
@@ -109,7 +112,7 @@ class World:
         for number in range(prefills):
             self.join_prefill(f"prefill-{number}")
         for number in range(decodes):
-            self.join_decode(f"decode-{number}", total=total)
+            self.join_decode(f"decode-{number}", total=total, both=number >= decodes - boths)
 
     @property
     def cluster(self) -> CountedView:
@@ -222,6 +225,11 @@ class World:
         self.tokens[call.request] += not known and call.request not in self.deferred
         return self.post(FirstToken(call.io, HOW, finish, known))
 
+    def prompt_computed(self, call: StartDecode) -> list[Action]:
+        """An instance in the role both has computed a prompt."""
+        self.given.add(call.io)
+        return self.post(PromptComputed(call.io, HOW))
+
     def more(
         self,
         call: StartDecode | TakeOverSequence,
@@ -245,8 +253,8 @@ class World:
     def join_store(self, name: str) -> None:
         self._join(InstanceFacts(name, 1, EngineKind.KVSTORE, 64, None, SPEEDS, reports_ssd=True))
 
-    def join_decode(self, name: str, epoch: int = 1, total: int = 64) -> None:
-        self._join(InstanceFacts(name, epoch, EngineKind.DECODE, total, SHAPE, SPEEDS))
+    def join_decode(self, name: str, epoch: int = 1, total: int = 64, *, both: bool = False) -> None:
+        self._join(InstanceFacts(name, epoch, EngineKind.DECODE, total, SHAPE, SPEEDS, computes_prompts=both))
 
     def _join(self, facts: InstanceFacts) -> None:
         self.members[facts.id] = facts

@@ -8,16 +8,18 @@ from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.scheduling.block_lending import LendBlocks
 from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
-from moonpool.engine.prefill.core.actions import EndReplication, ReadReplica
+from moonpool.engine.prefill.core.actions import (
+    EndReplication,
+    ReadReplica,
+)
 from moonpool.engine.prefill.core.events import (
     Drain,
-    KVSource,
-    LoadEnded,
     ReplicateBlocks,
     StopAllRequests,
     StopReplicating,
 )
 from moonpool.engine.prefill.core.replication import MAX_ORDERS
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadEnded
 from moonpool.v1 import conductor_pb2
 from tests.unit.engine.prefill.calls import begin
 from tests.unit.engine.prefill.core.world import BT, World, keys
@@ -35,7 +37,7 @@ def test_a_copy_is_read_and_kept() -> None:
     [copy] = world.post(order())
     assert isinstance(copy, ReadReplica)
     assert (copy.number, copy.first, len(copy.blocks)) == (1, 0, 4)
-    assert world.post(IoEnded(copy.io, LoadEnded(4, seconds=0.1))) == [EndReplication(1, 4)]
+    assert world.end_copy(copy.io, 4) == [EndReplication(1, 4)]
     manager = world.core.state.manager
     assert manager.match(keys(0, 4 * BT)) == list(copy.blocks)
     assert (manager.num_used, manager.num_cached) == (0, 4)
@@ -47,11 +49,11 @@ def test_only_what_is_missing_is_read() -> None:
     world = World()
     [copy] = world.post(order(1, 2))
     assert isinstance(copy, ReadReplica)
-    world.post(IoEnded(copy.io, LoadEnded(2)))
+    world.end_copy(copy.io, 2)
     [copy] = world.post(order(2, 4))
     assert isinstance(copy, ReadReplica)
     assert (copy.first, len(copy.blocks)) == (2, 2)
-    assert world.post(IoEnded(copy.io, LoadEnded(1, missing=1))) == [EndReplication(2, 1)]
+    assert world.end_copy(copy.io, 1) == [EndReplication(2, 1)]
     assert len(world.core.state.manager.match(keys(0, 4 * BT))) == 3
 
 
@@ -76,7 +78,7 @@ def test_copies_come_one_after_the_other() -> None:
     orders = [order(number, 1, family=number) for number in range(2, 2 + MAX_ORDERS)]
     assert [world.post(other) for other in orders] == [[]] * MAX_ORDERS
     assert world.post(order(99, 1, family=99)) == [EndReplication(99, 0)], "too many wait"
-    over, following = world.post(IoEnded(copy.io, LoadEnded(2)))
+    over, following = world.end_copy(copy.io, 2)
     assert over == EndReplication(1, 2)
     assert isinstance(following, ReadReplica)
     assert following.number == 2

@@ -7,6 +7,7 @@ from moonpool.base.kv.keys import BlockKey, block_keys
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.engine.decode.core.actions import ForkSequences, SwapIn, SwapOut
 from tests.unit.engine.decode.core.plain_beams import following
+from tests.unit.engine.kv_memory import TokenMemory
 
 BT = 16
 ROOT = BlockKey(bytes(32))
@@ -24,7 +25,7 @@ class Sequence:
     index: int = 0
     """Which of its group."""
     table: list[int] = field(default_factory=list)
-    saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    saved: dict[int, list[dict[int, bytes] | None]] = field(default_factory=dict)
     contents: list[bytes] = field(default_factory=list)
 
     def keys(self) -> list[BlockKey]:
@@ -36,13 +37,13 @@ class Sequence:
             self.tokens.append(self.token_after(len(self.tokens)))
         return self.tokens[len(self.tokens) - max(count, 0) :].tolist()
 
-    def copy(self, action: SwapOut | SwapIn, pool: list[dict[int, bytes]], *, ok: bool) -> None:
+    def copy(self, action: SwapOut | SwapIn, memory: TokenMemory, *, ok: bool) -> None:
         """Its blocks are swapped out or in."""
         if isinstance(action, SwapOut):
-            self.saved = {n: dict(pool[block]) for n, block in enumerate(action.blocks)} if ok else {}
+            self.saved = {n: memory.save(block) for n, block in enumerate(action.blocks)} if ok else {}
             return
         for n, block in enumerate(action.blocks, action.first):
-            pool[block] = self.saved[n]
+            memory.restore(block, self.saved[n])
         self.saved = {}
 
     def content(self, position: int) -> bytes:

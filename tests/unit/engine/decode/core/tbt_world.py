@@ -1,12 +1,11 @@
 """A world that looks at each run: no step of it is longer than a promise that can be kept, and no preempted request
-starves beside other tenants. Transfers break in it.
+starves beside other tenants.
 """
 
 from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.engine.decode.core.actions import Action, StartRun
-from moonpool.engine.decode.core.events import AbortRequest, Event, TransferOpened
+from moonpool.engine.decode.core.events import Event
 from moonpool.engine.decode.core.settings import DecodeSettings
-from tests.unit.engine.decode.core.sequence import BT
 from tests.unit.engine.decode.core.waits import WaitLimit
 from tests.unit.engine.decode.core.world import World
 
@@ -17,7 +16,7 @@ STEEP = Speeds(
 
 
 class PacedWorld(World):
-    """Looks at each run when it is ordered, and at who waits; transfers may break.
+    """Looks at each run when it is ordered, and at who waits.
 
     Attributes:
         waits: how long preempted requests wait.
@@ -34,14 +33,6 @@ class PacedWorld(World):
             if isinstance(action, StartRun):
                 assert_paced(self, action)
         return out
-
-    def tear(self, number: int, leading: int) -> None:
-        """A transfer ends when so many leading blocks have come, and a part of the next one."""
-        self.post(TransferOpened(number))
-        sequence = self.sequences[number]
-        self._receive(sequence, min(leading * BT + BT // 2, len(sequence.tokens)))
-        self.whole[number] = min(leading, len(sequence.table))
-        self.post(AbortRequest(number, "the sender gave up", self.whole[number]))
 
 
 def assert_paced(world: World, run: StartRun) -> None:

@@ -106,7 +106,7 @@ def test_beams_fork_by_reference_and_what_is_dropped_is_let_go() -> None:
     world = World(config(12))
     number = world.go(prompt(2 * BT + 3), (8, 8), search=PLAIN)
     members = world.core.requests[number].sequences
-    assert [member.table[:2] for member in members] == [members[0].table[:2]] * 2
+    assert [member.table.blocks[:2] for member in members] == [members[0].table.blocks[:2]] * 2
     while (
         sum(
             isinstance(action, ForkSequences) and len({parent for parent, _ in action.forks}) == 1
@@ -117,7 +117,7 @@ def test_beams_fork_by_reference_and_what_is_dropped_is_let_go() -> None:
         world.step()  # until both come from one beam, once more than at the start
     assert world.run is not None
     [(source, block)] = world.run.copies
-    assert sorted([source, block]) == sorted(member.table[2] for member in members)
+    assert sorted([source, block]) == sorted(member.table.blocks[2] for member in members)
     assert world.core.blocks.num_used == 4, "the other beam's last block is free"
     world.work()
     world.assert_at_rest()

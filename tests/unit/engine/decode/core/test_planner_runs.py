@@ -354,17 +354,17 @@ AHEAD = DecodeSettings(
 
 def test_a_block_for_the_steps_to_come_lets_a_run_go_on_where_one_becomes_full() -> None:
     core, out = begun(AHEAD)
-    assert out[-2:] == [AppendBlock(1, core.requests[1].sequences[0].table[2]), StartRun(1, (1,), steps=6)]
+    assert out[-2:] == [AppendBlock(1, core.requests[1].sequences[0].table.blocks[2]), StartRun(1, (1,), steps=6)]
     core.handle(1.0, RunProgress(1, 1, 0.5), out)
     core.handle(2.0, RunProgress(1, 1, 0.5), out)
     core.handle(3.0, RunProgress(1, 1, 0.5, ((1, key(1, 8)),)), out)
     core.check_invariants()
     assert isinstance(out[-1], StartRun), "nobody was asked for anything"
-    assert core.blocks.match([*keys(1, 4), key(1, 8)]) == core.requests[1].sequences[0].table[:2]
+    assert core.blocks.match([*keys(1, 4), key(1, 8)]) == core.requests[1].sequences[0].table.blocks[:2]
     core.handle(6.0, RunDone(1, False, 1.5, (), ((1, key(1, 12)),), 3), out)
     core.check_invariants()
-    assert out[-2:] == [AppendBlock(1, core.requests[1].sequences[0].table[3]), StartRun(2, (1,), steps=5)]
-    assert len(core.requests[1].sequences[0].table) == core.settings.blocks_for(14), (
+    assert out[-2:] == [AppendBlock(1, core.requests[1].sequences[0].table.blocks[3]), StartRun(2, (1,), steps=5)]
+    assert len(core.requests[1].sequences[0].table.blocks) == core.settings.blocks_for(14), (
         "and none beyond the longest answer"
     )
 

@@ -164,7 +164,7 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     world.step()
     for number in numbers:
         [member] = world.core.requests[number].sequences
-        assert tuple(member.table[:3]) == lent
+        assert tuple(member.table.blocks[:3]) == lent
         assert (member.keys, member.stored) == (list(world.asked[number].request.keys), [3])
     world.post(ReturnBlocks(1))
     world.work()

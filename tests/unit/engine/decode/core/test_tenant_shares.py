@@ -172,7 +172,7 @@ def test_a_promised_time_between_tokens_is_kept() -> None:
 
 def of(tenant: str, number: int, blocks: int, *, weight: float = 1.0, preemptions: int = 0) -> DecodeRequest:
     request = preemptible(number, float(number), preemptions, tenant=tenant, weight=weight)
-    request.sequences[0].table = list(range(100 * number, 100 * number + blocks))
+    request.sequences[0].table.blocks = list(range(100 * number, 100 * number + blocks))
     return request
 
 

@@ -1,7 +1,7 @@
-"""A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
+"""A world for the decode core: performs its actions on a memory whose slices remember which KV they hold.
 
-Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once. KV of layers
-with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window block.
+Each step checks all that it reads, so a wrong block is found at once. After each event, each block with a key must hold
+the key's KV. `FULL` stands for layers without a window, `WINDOWED` for those with a window or a recurrent state.
 """
 
 import pickle
@@ -9,11 +9,11 @@ from array import array
 from collections.abc import Callable
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.kv.layout import NO_SLOT
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, ReturnBlocks
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.base.scheduling.state_machine import IoEnded, Tick, digest_of
+from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick, digest_of
 from moonpool.engine.decode.core.actions import (
     Action,
     AnswersRanked,
@@ -38,6 +38,7 @@ from moonpool.engine.decode.core.actions import (
     SwapOut,
 )
 from moonpool.engine.decode.core.events import (
+    AbortRequest,
     AdoptRequest,
     Candidates,
     CheckedDraft,
@@ -61,10 +62,14 @@ from moonpool.engine.decode.core.events import (
 from moonpool.engine.decode.core.request import DecodeRequest, RequestStatus
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
 from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.scheduler.prefix_sources import LoadBlocks, LoadEnded
 from tests.unit.engine.decode.core.plain_beams import candidates, plain_search
 from tests.unit.engine.decode.core.sequence import BT, Sequence, follow_beams
+from tests.unit.engine.kv_memory import TokenMemory
 
 STOP = 1
+FULL, WINDOWED = LAYERS = range(2)
+WRONG_GUESS = b"a wrong guess"
 SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequence_s=1e-3)
 
 
@@ -91,16 +96,19 @@ class World:
     ) -> None:
         self.core = DecodeScheduler(config)
         self.now, self.begun = 0.0, pickle.dumps(self.core)
-        self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
-        self.with_slot: set[int] = set()
-        """Blocks that have a window block."""
+        windowed = (WINDOWED,) if config.window_blocks else ()
+        self.memory = TokenMemory(len(LAYERS), BT, windowed, recurrent=config.states_alone)
+        self.chains: dict[BlockKey, list[bytes]] = {}
+        """What full blocks hold, by key."""
+        self.lent: dict[int, tuple[LendBlocks, tuple[int, ...]]] = {}
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.actions: list[Action] = []
         self.events: list[tuple[float, Event, bytes]] = []
         self.run: StartRun | None = None
         self.left = 0  # steps of the run that are not over
-        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | StopReceiving] = {}
+        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | StopReceiving | LoadBlocks] = {}
+        self.cancelled: set[int] = set()
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
         self.asked: dict[int, ReserveBlocks] = {}
         self.held: dict[int, int] = {}  # leading blocks of promised requests that are here: nothing comes there
@@ -123,6 +131,7 @@ class World:
         self.fenced: list[FenceConductor] = []
         self._check = check
         self._writing: dict[int, BlockKey] = {}
+        self._copied = False  # the run's copies are made
         self._next = 1
         self.post(StreamOpened(1, "conductor"))
 
@@ -134,7 +143,21 @@ class World:
         for action in out:
             self._perform(action)
         self.actions += out
+        self.memory.check_keys(self.core.blocks, self._of_key)
         return out
+
+    def _of_key(self, key: BlockKey, layer: int) -> dict[int, bytes] | None:
+        """What a full block's slice must hold."""
+        chain = self.chains.get(key)
+        return None if chain is None else self.memory.of_chain(layer, chain)
+
+    def _know(self, sequence: Sequence) -> tuple[BlockKey, ...]:
+        """Note what the full blocks of a sequence's tokens must hold; return their keys."""
+        keys = sequence.keys()
+        for index, key in enumerate(keys):
+            if key not in self.chains:
+                self.chains[key] = [sequence.content(index * BT + at) for at in range(BT)]
+        return tuple(keys)
 
     def reserve(
         self,
@@ -163,7 +186,7 @@ class World:
         total_tokens = total or len(prompt) + max(answers)
         for index, length in enumerate(answers):
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
-        keys = tuple(self.sequences[number].keys())
+        keys = self._know(self.sequences[number])
         spec = EngineRequest(
             keys,
             len(prompt),
@@ -213,6 +236,7 @@ class World:
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if len(self.answers[other]) == sequence.answer else 0)
             more.append(len(self.answers[other]) - 1)
+            self._know(sequence)
             keys.append(tuple(sequence.keys()[len(self.asked[number].request.keys) : (len(sequence.tokens) - 1) // BT]))
         finish, *others = finishes
         behind = (tuple(more), tuple(keys)) if known else ((), ())
@@ -256,18 +280,21 @@ class World:
         run = self.run
         ended, filled, candidates, drafts, first_tokens = [], [], [], list[CheckedDraft](), list[FirstTokens]()
         context = sum(len(self.sequences[number].tokens) for number in run.batch)
-        for source, block in run.copies:
-            self.pool[block] = dict(self.pool[source])
+        for source, block in () if self._copied else run.copies:
+            self.memory.restore(block, self.memory.save(source))
+        self._copied = True
         for number, start, count, sample, full_hit in [
             *((number, len(self.sequences[number].tokens) - 1, 1, True, False) for number in run.batch),
             *((chunk.id, chunk.start, chunk.count, chunk.sample, chunk.full_hit) for chunk in run.chunks),
         ]:
             sequence, ahead = self.sequences[number], self.core.settings.ahead_steps
             assert 0 <= len(sequence.table) - -(-len(sequence.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
-            for position in range(start + count * full_hit):
-                held = self.pool[sequence.table[position // BT]].get(position % BT)
-                assert held == sequence.content(position), f"wrong KV at {position} of sequence {number}"
-            self._check_window(sequence, start, start + count * full_hit)
+            for layer in LAYERS:
+                for position in self._reads(layer, start, start + count * full_hit):
+                    held = self.memory.read(layer, sequence.table[position // BT], position % BT)
+                    assert held == sequence.content(position), (
+                        f"wrong KV at {position} of sequence {number} in layer {layer}, read at {start}"
+                    )
             for position in () if full_hit else range(start, start + count):
                 assert self.core.blocks.key_of(sequence.table[position // BT]) is None, "a full block is written again"
                 self._write(sequence, position)
@@ -311,6 +338,7 @@ class World:
                 self.heard[other] = list(self.answers[other])
             finishes.append(STOP if len(self.answers[other]) == sequence.answer else 0)
             more.append(len(self.answers[other]) - 1)
+            self._know(sequence)
             full = len(self.asked[number].request.keys)
             keys.append(tuple(sequence.keys()[full : (len(sequence.tokens) - 1) // BT]))
         behind = (tuple(more), tuple(keys)) if known else ((), ())
@@ -330,7 +358,7 @@ class World:
         member = self.core.requests[sequence.request].find(number)
         assert member is not None
         is_new = len(sequence.tokens) % BT == 0 and len(sequence.tokens) // BT > len(member.keys)
-        return [(number, sequence.keys()[-1])] if is_new else []
+        return [(number, self._know(sequence)[-1])] if is_new else []
 
     def _guesses(self, number: int, most: int) -> list[CheckedDraft]:
         """Guesses of a sequence that the step checks; how many, and how many are right, depends on its length."""
@@ -348,31 +376,23 @@ class World:
         for block in sequence.table[(len(sequence.tokens) - 1) // BT : -(-end // BT)]:
             assert self.core.blocks.ref_count(block) == 1, "guesses are written to a shared block"
             assert self.core.blocks.key_of(block) is None, "guesses are written to a full block"
-            assert block in self.with_slot or not self.core.settings.window_blocks, "no slot for a guess"
+            assert self.memory.has(WINDOWED, block), "no slot for a guess"
         for _ in range(draft.accepted):
             self._write(sequence, len(sequence.tokens) - 1)
             filled += self._filled(number)
             self._append(number)
         for position in range(len(sequence.tokens) - 1, end):
-            written = self.pool[sequence.table[position // BT]]
-            written[position % BT] = written[~(position % BT)] = b"a wrong guess"
+            for layer in LAYERS:
+                self.memory.write(layer, sequence.table[position // BT], position % BT, WRONG_GUESS)
         return filled
 
-    def _check_window(self, sequence: Sequence, start: int, end: int) -> None:
-        """What layers with a window read before position `end`, or the state before position `start`, is right."""
-        first = max(0, start + 1 - self.core.settings.window_blocks * BT)
-        for position in range(first, end):
-            block, at = sequence.table[position // BT], position % BT
-            if self.core.settings.states_alone and position < start - 1:
-                continue
-            assert block in self.with_slot, f"no slot at {position} of sequence {sequence}"
-            assert self.pool[block].get(~at) == sequence.content(position), (
-                f"no KV of the window at {position} of {sequence}"
-            )
-            later = [other for other in self.pool[block] if other < ~at]
-            assert not (self.core.settings.states_alone and later), (
-                f"the state at {position} of {sequence} is a later one"
-            )
+    def _reads(self, layer: int, start: int, end: int) -> range:
+        """Positions that a layer reads for tokens from `start` on, of which those before `end` have KV."""
+        if layer in self.memory.states:
+            return range(max(0, start - 1), start)
+        if layer in self.memory.windowed:
+            return range(max(0, start + 1 - self.core.settings.window_blocks * BT), end)
+        return range(end)
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""
@@ -380,24 +400,65 @@ class World:
         run, self.run = self.run, None
         self.post(RunDone(run.step, True, 0.0))
 
-    def end_io(self, io: int, *, ok: bool = True) -> None:
-        """A copy or a write ends."""
+    def tear(self, number: int, leading: int) -> None:
+        """A transfer ends when so many leading blocks have come, and a part of the next one."""
+        self.post(TransferOpened(number))
+        sequence = self.sequences[number]
+        self._receive(sequence, min(leading * BT + BT // 2, len(sequence.tokens)))
+        self.whole[number] = min(leading, len(sequence.table))
+        self.post(AbortRequest(number, "the sender gave up", self.whole[number]))
+
+    def lend(self, keys: tuple[BlockKey, ...], windows_from: int = 0) -> int:
+        """Another instance begins to read blocks; returns the read's number."""
+        order = LendBlocks(len(self.events), keys, windows_from)
+        [found] = [action for action in self.post(order) if isinstance(action, BlocksLent)]
+        self.lent[order.number] = order, found.blocks
+        self._look_at_lent(order.number)
+        return order.number
+
+    def take_back(self, number: int) -> None:
+        """The read ends: what was lent has not changed meanwhile."""
+        self._look_at_lent(number)
+        del self.lent[number]
+        self.post(ReturnBlocks(number))
+
+    def _look_at_lent(self, number: int) -> None:
+        order, blocks = self.lent[number]
+        for index, (block, key) in enumerate(zip(blocks, order.keys, strict=False)):
+            self._look(block, key, windowed=index >= order.windows_from or len(blocks) < len(order.keys))
+
+    def _look(self, block: int, key: BlockKey, *, windowed: bool) -> None:
+        """Somebody reads a block for a key."""
+        for layer in LAYERS:
+            if windowed or layer not in self.memory.windowed:
+                assert self.memory[layer, block] == self._of_key(key, layer), f"block {block} has other KV than read"
+
+    def end_io(self, io: int, *, ok: bool = True, blocks: int | None = None, failed: bool = False) -> None:
+        """A copy, a write or a load ends. `blocks`: those of a load that came; None = all, or none if not `ok`."""
         action = self.ios.pop(io)
+        if isinstance(action, LoadBlocks):
+            came = blocks if blocks is not None else len(action.blocks) * ok
+            self._load(action, came)
+            missing = None if came == len(action.blocks) or failed else came
+            self.post(IoEnded(io, LoadEnded(came, missing, failed, 1e-3)))
+            return
         match action:
             case StoreBlock():
+                key = self._writing.pop(io)
+                self._look(action.block, key, windowed=action.windowed)
                 if ok:
-                    there = self.stored.setdefault((action.store, self._writing.pop(io)), {})
-                    there.update(
-                        {at: content for at, content in self.pool[action.block].items() if at >= 0 or action.windowed}
-                    )
+                    there = self.stored.setdefault((action.store, key), {})
+                    there.update(self.memory[FULL, action.block])
+                    if action.windowed:
+                        there.update({~at: content for at, content in self.memory[WINDOWED, action.block].items()})
                 self.post(IoEnded(io, StoreEnd(ok)))
             case StopReceiving():
                 first = max(self.whole.pop(action.id, 0), self.held[action.id])
-                for block in self.core.requests[action.id].blocks[first:]:
-                    self.pool[block] = {}  # what came late
+                for block in self.sequences[action.id].table[first:]:
+                    self.memory.clear(block)  # what came late
                 self.post(IoEnded(io, ReceiveEnd()))
             case _:
-                self.sequences[action.id].copy(action, self.pool, ok=ok)
+                self.sequences[action.id].copy(action, self.memory, ok=ok)
                 self.post(IoEnded(io, SwapEnd(ok, 1e-6)))
 
     def work(self, limit: int = 10_000) -> None:
@@ -465,37 +526,48 @@ class World:
         """The KV of all positions before `end` comes; that of blocks which are held here is not sent."""
         first = self.core.settings.first_windowed_block(self.asked[sequence.request].request.tokens)
         for position in range(self.held[sequence.request] * BT, end):
-            self._write(sequence, position)
-            if position // BT < first:
-                del self.pool[sequence.table[position // BT]][~(position % BT)]
+            layers = LAYERS if position // BT >= first else range(WINDOWED)
+            self._write(sequence, position, layers)
 
-    def _write(self, sequence: Sequence, position: int) -> None:
-        block = self.pool[sequence.table[position // BT]]
-        block[position % BT] = block[~(position % BT)] = sequence.content(position)
+    def _load(self, action: LoadBlocks, came: int) -> None:
+        """So many leading blocks of a load come whole, the others torn; those before the window come without it."""
+        sequence, window = self.sequences.get(action.id), self.core.settings.window_blocks
+        for index, block in enumerate(action.blocks):
+            assert self.core.blocks.ref_count(block) == 1, "a load writes to a shared block"
+            assert self.core.blocks.key_of(block) is None, "a load writes to a full block"
+            for layer in LAYERS:
+                self.memory[layer, block] = dict.fromkeys(range(BT), b"torn")
+            if sequence is None or index >= came:
+                continue
+            layers = LAYERS if not window or index >= len(action.blocks) - window else range(WINDOWED)
+            for position in range((action.first + index) * BT, (action.first + index + 1) * BT):
+                self._write(sequence, position, layers)
+
+    def _write(self, sequence: Sequence, position: int, layers: range = LAYERS) -> None:
+        for layer in layers:
+            self.memory.write(layer, sequence.table[position // BT], position % BT, sequence.content(position))
 
     def _perform(self, action: Action) -> None:
         match action:
             case MoveSlots(moves):
-                for block, slot in moves:
-                    self.pool[block] = {at: content for at, content in self.pool[block].items() if at >= 0}
-                    (self.with_slot.discard if slot == NO_SLOT else self.with_slot.add)(block)
+                self.memory.move(moves)
             case SetBlockTable(number, blocks):
                 self.sequences[number].table = list(blocks)
             case AppendBlock(number, block):
                 self.sequences[number].table.append(block)
             case StartRun():
                 assert self.run is None
-                self.run, self.left = action, action.steps
+                self.run, self.left, self._copied = action, action.steps, False
             case StopRun():
                 self.left = 1
-            case SwapOut() | SwapIn() | StoreBlock() | StopReceiving():
+            case CancelIo(io):
+                self.cancelled.add(io)
+            case SwapOut() | SwapIn() | StoreBlock() | StopReceiving() | LoadBlocks():
                 assert action.io not in self.ios
                 self.ios[action.io] = action
                 if isinstance(action, StoreBlock):
-                    self._writing[action.io] = self.sequences[action.id].keys()[action.index]
-                    whole = sum(at < 0 for at in self.pool[action.block]) == BT
-                    whole &= action.block in self.with_slot or not self.core.settings.window_blocks
-                    assert whole or not action.windowed, "slices that are not there are stored"
+                    key = self._writing[action.io] = self.sequences[action.id].keys()[action.index]
+                    self._look(action.block, key, windowed=action.windowed)
             case SwapDrop(number):
                 self.sequences[number].saved = {}
             case ForkSequences():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moonpool.engine.prefill.core import events
-from tests.unit.engine.prefill.core.world import BT, World, staged
+from moonpool.engine.prefill.core import actions, events
+from tests.unit.engine.prefill.core.world import BT, LAYERS, World, staged
 
 
 def needed(world: World) -> int:
@@ -103,3 +103,21 @@ def test_a_read_leaves_out_what_lies_behind_the_window() -> None:
     settings = staged(1, windowed_layers=frozenset({1}), window_blocks=2, window_slots=9, window_bytes=1024)
     assert [settings.moved_bytes(blocks) for blocks in (1, 2, 5)] == [3072, 6144, 5 * 2048 + 2 * 1024]
     assert staged(1).moved_bytes(5) == 5 * 3072
+
+
+@pytest.mark.parametrize(("window", "slots", "blocks"), [(2, 4, 5), (4, 9, 12)])
+def test_a_load_that_came_short_gives_its_window_blocks_back(window: int, slots: int, blocks: int) -> None:
+    """The load's last blocks, and a slice behind them that was dropped, left fewer than a window: nothing went on.
+
+    Nine slots are the fewest that a layout gives a pool with such a window and such steps.
+    """
+    world = small(window, slots)
+    client = world.arrive(blocks * BT + 12, sources=(events.KVSource("store", blocks),))
+    [load] = [io for io, action in world.ios.items() if isinstance(action, actions.LoadBlocks)]
+    for _ in range(LAYERS):
+        world.load_layer(load)
+    assert any(isinstance(action, actions.RunStep) for action in world.ios.values())
+    world.end(load, events.LoadEnded(1, missing=1))
+    world.settle()
+    assert client.token is not None
+    world.check_rest()

@@ -5,11 +5,10 @@ read the same right contents from their begin to their end, and nobody writes wh
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.kv.layout import NO_SLOT
 from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, ReturnBlocks
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.latency import Speeds
@@ -18,6 +17,8 @@ from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
+from tests.unit.engine.kv_memory import KVMemory
 
 BT = 16
 LAYERS = 3
@@ -57,34 +58,6 @@ class Client:
         return ("tail", self.arrive.request.keys, self.arrive.request.tokens)
 
 
-class Pool:
-    """What slices hold, by layer and block; those of windowed layers lie by slot, and are lost with the slot."""
-
-    def __init__(self, windowed: Collection[int]) -> None:
-        self._windowed = windowed
-        self._slices: dict[tuple[int, int], Content] = {}
-        self._slot_of: dict[int, int] = {}
-
-    def move(self, moves: Iterable[tuple[int, int]]) -> None:
-        self._slot_of.update(moves)
-        held = [slot for slot in self._slot_of.values() if slot != NO_SLOT]
-        assert len(held) == len(set(held)), "two blocks have one slot"
-
-    def _place(self, layer: int, block: int) -> tuple[int, int] | None:
-        if layer not in self._windowed:
-            return layer, block
-        slot = self._slot_of.get(block, NO_SLOT)
-        return None if slot == NO_SLOT else (layer, slot)
-
-    def __getitem__(self, at: tuple[int, int]) -> Content | None:
-        place = self._place(*at)
-        return None if place is None else self._slices.get(place)
-
-    def __setitem__(self, at: tuple[int, int], content: Content) -> None:
-        if (place := self._place(*at)) is not None:
-            self._slices[place] = content
-
-
 @dataclass
 class Flying:
     """A step in the engine."""
@@ -104,10 +77,11 @@ class World:
         self.settings = settings
         self.now = 0.0
         self.clients: dict[int, Client] = {}
-        self.pool = Pool(settings.windowed_layers)
+        self.memory = KVMemory(LAYERS, settings.windowed_layers)
         self.steps: dict[int, Flying] = {}
         self.ios: dict[int, actions.Action] = {}
         self.loaded: dict[int, int] = {}
+        self._versions: dict[int, list[object]] = {}  # of the slices that an I/O reads
         self.cancelled: set[int] = set()
         self.lent: dict[int, list[tuple[int, BlockKey]]] = {}
         """By read: blocks that another instance reads, and their keys."""
@@ -120,20 +94,24 @@ class World:
     def post(self, event: Event) -> list[actions.Action]:
         """Hands over an event; returns what was done."""
         out: list[actions.Action] = []
+        if isinstance(event, events.ReplicateBlocks):
+            self.copied[event.number] = event.keys
         self.core.handle(self.now, event, out)
         for action in out:
             self._perform(action)
         self.core.check_invariants()
+        self.memory.check_keys(self.core.state.manager, lambda key, _: ("key", key))
         return out
 
     def pass_time(self, seconds: float) -> None:
         """Time passes; the core is ticked when it wants to be."""
-        end = self.now + seconds
+        end, late = self.now + seconds, 0
         while (due := self.core.due()) is not None and due <= end:
             self.now = max(self.now, due)
             self.post(Tick())
             again = self.core.due()
-            assert again is None or again > self.now, "ticked for nothing, again and again"
+            late = late + 1 if again is not None and again <= self.now else 0
+            assert late <= len(self.core.state.requests), "ticked for nothing, again and again"
         self.now = max(self.now, end)
 
     def arrive(
@@ -142,7 +120,7 @@ class World:
         family: int = 0,
         *,
         held: int | None = None,
-        sources: tuple[events.KVSource, ...] = (),
+        sources: tuple[KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         tenant: str = "",
         priority: int = 0,
@@ -170,21 +148,21 @@ class World:
         self.post(client.arrive)
         return client
 
-    def end(self, io: int, result: events.IoResult) -> None:
+    def end(self, io: int, result: events.IoResult) -> list[actions.Action]:
         action = self.ios.pop(io)
         self._look(action, io)
         self.loaded.pop(io, None)
         self.cancelled.discard(io)
-        self.post(IoEnded(io, result))
+        return self.post(IoEnded(io, result))
 
     def load_layer(self, io: int) -> None:
         """The next layer of a load comes."""
         order, layer = self.ios[io], self.loaded[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         end = order.first + len(order.blocks)
         for index, block in enumerate(order.blocks, order.first):
             comes = self._is_read(layer, index, end)
-            self.pool[layer, block] = self.clients[order.id].content(index) if comes else ("behind the window",)
+            self.memory[layer, block] = self.clients[order.id].content(index) if comes else ("behind the window",)
         self.loaded[io] = layer + 1
         self.post(events.LayerLoaded(io, layer))
 
@@ -195,10 +173,10 @@ class World:
     def load_all(self, io: int) -> None:
         """The rest of a load comes, and it ends well."""
         order = self.ios[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         while self.loaded[io] < LAYERS:
             self.load_layer(io)
-        self.end(io, events.LoadEnded(len(order.blocks), seconds=0.01))
+        self.end(io, LoadEnded(len(order.blocks), seconds=0.01))
 
     def lend(self, family: int, blocks: int) -> int:
         """Another instance begins to read a chain; returns the read's number."""
@@ -216,15 +194,14 @@ class World:
 
     def _look_at_lent(self, number: int) -> None:
         for block, key in self.lent[number]:
-            assert all(self.pool[layer, block] == ("key", key) for layer in range(LAYERS)), f"read {number} is wrong"
+            assert all(self.memory[layer, block] == ("key", key) for layer in range(LAYERS)), f"read {number} is wrong"
 
     def copy(self, family: int, blocks: int) -> None:
         """A chain is to be copied here."""
-        number = len(self.done) + 1
-        self.copied[number] = keys(family, blocks * BT)
-        self.post(events.ReplicateBlocks(number, self.copied[number], events.KVSource("peer", blocks, peer=True)))
+        chain = keys(family, blocks * BT)
+        self.post(events.ReplicateBlocks(len(self.done) + 1, chain, KVSource("peer", blocks, peer=True)))
 
-    def end_copy(self, io: int, blocks: int) -> None:
+    def end_copy(self, io: int, blocks: int) -> list[actions.Action]:
         """So many blocks of a copy have come."""
         order = self.ios[io]
         assert isinstance(order, actions.ReadReplica)
@@ -233,8 +210,8 @@ class World:
         for index, (block, key) in enumerate(came):
             for layer in range(LAYERS):
                 comes = self._is_read(layer, index, end)
-                self.pool[layer, block] = ("key", key) if comes else ("behind the window",)
-        self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
+                self.memory[layer, block] = ("key", key) if comes else ("behind the window",)
+        return self.end(io, LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
 
     def can_compute(self, io: int) -> bool:
         step = self.steps[io]
@@ -255,18 +232,21 @@ class World:
             if index < seen // BT:
                 continue
             if index < first or chunk.full_hit:
-                right = garbage or self.pool[layer, block] == client.content(index)
+                right = garbage or self.memory[layer, block] == client.content(index)
                 assert right, f"block {index} of request {chunk.id} is not there in layer {layer}"
             else:
                 whole = chunk.last or (index + 1) * BT <= chunk.end
-                self.pool[layer, block] = ("garbage",) if garbage or not whole else client.content(index)
+                self.memory[layer, block] = ("garbage",) if garbage or not whole else client.content(index)
                 is_read = not self.settings.states_alone or index == len(chunk.blocks) - 1
-                assert not is_read or self.pool[layer, block], f"block {index} of request {chunk.id} has no slot"
+                assert not is_read or self.memory[layer, block], f"block {index} of request {chunk.id} has no slot"
 
     def end_step(self, io: int, *, aborted: bool = False) -> None:
         """A step ends; the engine gives it up by itself where it was not told so."""
         step = self.steps.pop(io)
         aborted = aborted or step.aborted
+        if aborted and step.layers < LAYERS:  # until now, the engine has computed the next layer
+            for chunk in step.order.chunks:
+                self._compute(chunk, step.layers, garbage=True)
         for index, chunk in enumerate(step.order.chunks):
             if not aborted and index not in step.dropped and self.clients[chunk.id].end is None:
                 self.clients[chunk.id].counted.append((chunk.start, chunk.end))
@@ -290,7 +270,7 @@ class World:
             self.ios[io] = action
         match action:
             case MoveSlots(moves):
-                self.pool.move(moves)
+                self.memory.move(moves)
             case actions.RunStep():
                 assert all(step.order.io < action.io for step in self.steps.values())
                 assert len({chunk.id for chunk in action.chunks}) == len(action.chunks)
@@ -301,7 +281,7 @@ class World:
                 self.steps[action.step].dropped.add(action.index)
             case actions.GiveUpStep():
                 self.steps[action.step].aborted = True
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 self.loaded[action.io] = 0
             case CancelIo():
                 assert action.io in self.ios
@@ -329,18 +309,25 @@ class World:
                 assert client.sent[piece.layer, index] == 1, "a slice leaves once"
 
     def _look(self, action: actions.Action, io: int) -> None:
-        """What is read from the pool must be right, at the begin and at the end of reading."""
+        """What is read from the pool must be right at the begin of reading, and nobody writes it until the end."""
+        slices = list(self._slices_read(action))
+        for layer, block, content in slices:
+            assert self.memory[layer, block] == content, f"block {block} of io {io} is wrong in layer {layer}"
+        versions = [self.memory.version(layer, block) for layer, block, _ in slices]
+        assert self._versions.pop(io, versions) == versions, f"written while io {io} reads"
+        self._versions[io] = versions
+
+    def _slices_read(self, action: actions.Action) -> Iterator[tuple[int, int, Content]]:
+        """Layer and block of the slices that an action reads, and what these must hold."""
         if isinstance(action, actions.SendSlices):
-            content = self.clients[action.id].content
             for piece in action.pieces:
                 for index, block in enumerate(piece.blocks, piece.first):
-                    assert self.pool[piece.layer, block] == content(index), f"slice of io {io} is wrong"
+                    yield piece.layer, block, self.clients[action.id].content(index)
         if isinstance(action, actions.WriteBackBlocks):
-            content = self.clients[action.id].content
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
                     if layer not in self.settings.windowed_layers or index in action.windowed:
-                        assert self.pool[layer, block] == content(index), f"block of put {io} is wrong"
+                        yield layer, block, self.clients[action.id].content(index)
 
     def _tell(self, action: actions.Action) -> None:
         match action:
@@ -393,9 +380,9 @@ class World:
                     self.end_step(io, aborted=True)
                 elif io == min(self.steps):
                     self.run_step(io)
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 if cancelled:
-                    self.end(io, events.LoadEnded(0, failed=True))
+                    self.end(io, LoadEnded(0, failed=True))
                 else:
                     self.load_all(io)
             case actions.ReadReplica():

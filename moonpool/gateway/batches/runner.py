@@ -1,0 +1,224 @@
+"""Runs batches: beside interactive requests, below them, and on from where a killed gateway stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
+from typing import Any
+
+from moonpool.base import world
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.scheduling.fair_share import MOST_PRIORITY
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.gateway.batches.in_process import InProcessClient, InProcessResponse
+from moonpool.gateway.batches.lines import MAX_ERRORS, prompt_chain, read_lines
+from moonpool.gateway.batches.store import BatchLine, BatchStore, StoredBatch
+
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Statuses after which a line is sent again: the cluster is full, or a part of it is not there now."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+LOOK_S = 1.0
+"""Seconds between two looks at the cluster while interactive requests wait there."""
+ANNOUNCED_S = 30.0
+"""Seconds within which the next prompt is announced to come."""
+SHARED_CHARS = 256
+"""A prompt is announced if it shares less than so much text with the prompt before: else its KV is being computed."""
+log = get_logger(__name__)
+
+
+class BatchRunner:
+    """Runs the batches of a store, all at once, in as many slots as there are.
+
+    Attributes:
+        store: files and batches.
+
+    Args:
+        store: the batches.
+        client: sends a line's request to this gateway's application.
+        waiting: how many requests wait in the cluster now; raises MoonpoolError if the cluster does not say.
+        concurrency: lines that run at once, of all batches.
+        max_line_bytes: bytes of a line at most.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        client: InProcessClient,
+        waiting: Callable[[], Awaitable[int]],
+        concurrency: int,
+        max_line_bytes: int,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.store, self._client, self._waiting = store, client, waiting
+        self._max_line_bytes = max_line_bytes
+        self._slots = asyncio.Semaphore(concurrency)
+        self._sleep = sleep
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Go on with all batches that are under way; then wait until cancelled."""
+        for batch in await self.store.under_way():
+            self.start(batch)
+        await asyncio.Event().wait()
+
+    def start(self, batch: StoredBatch) -> None:
+        """Begin with a batch, or go on."""
+        task = self._tasks[batch.id] = asyncio.create_task(self._serve(batch))
+        task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+
+    async def cancel(self, batch: StoredBatch) -> StoredBatch:
+        """Cancel a batch; what has an answer keeps it."""
+        changed = await self.store.change(batch, "cancelling")
+        task = self._tasks.get(batch.id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        self.start(changed)
+        return changed
+
+    async def close(self) -> None:
+        """Stop; the batches go on with the next start."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _serve(self, batch: StoredBatch) -> None:
+        for pause in _pauses():
+            try:
+                await self._step(batch)
+                return
+            except MoonpoolError as error:  # a full disk, or a database that another program holds
+                log.warning("a batch waits for the store", batch=batch.id, error=str(error))
+                await self._sleep(pause)
+                batch = await self.store.batch(batch.tenant, batch.id)
+
+    async def _step(self, batch: StoredBatch) -> None:
+        """Bring a batch to its end from any status."""
+        if batch.status == "validating":
+            checked = await self._validate(batch)
+            if checked is None:
+                return
+            batch = checked
+        if batch.status == "in_progress":
+            expired = not await self._run_lines(batch)
+            batch = await self.store.change(batch, "finalizing", expired=expired)
+        await self._finish(batch)
+
+    async def _validate(self, batch: StoredBatch) -> StoredBatch | None:
+        path, endpoint = self.store.path(batch.body["input_file_id"]), batch.body["endpoint"]
+        lines, errors = await asyncio.to_thread(read_lines, path, endpoint, self._max_line_bytes)
+        if errors:
+            data = [error.to_json() for error in errors[:MAX_ERRORS]]
+            await self.store.change(batch, "failed", errors={"object": "list", "data": data})
+            return None
+        await self.store.put_lines(batch.id, lines)
+        return await self.store.change(batch, "in_progress")
+
+    async def _run_lines(self, batch: StoredBatch) -> bool:
+        """Run the lines without answer, in their order; False if the batch's time is over before."""
+        lines, before = await self.store.lines_to_do(batch.id), ""
+        left_s = batch.body["expires_at"] - self.store.now()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)), asyncio.TaskGroup() as group:
+                for line in lines:
+                    await self._turn()
+                    request = _request(await self.store.read_line(batch.body["input_file_id"], line))
+                    chain = prompt_chain(request)
+                    if not chain.startswith(before[:SHARED_CHARS]) or not before:
+                        await self._announce(batch, request)
+                    before = chain
+                    group.create_task(self._run_line(batch, line, request))
+        except TimeoutError:
+            return False
+        return True
+
+    async def _turn(self) -> None:
+        """Wait for a free slot, and while interactive requests wait for a place."""
+        await self._slots.acquire()
+        try:
+            while await self._interactive_waiting():
+                await self._sleep(LOOK_S)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    async def _interactive_waiting(self) -> bool:
+        try:
+            return await self._waiting() > 0
+        except MoonpoolError:
+            return False  # the line itself finds out, and is sent again
+
+    async def _announce(self, batch: StoredBatch, request: dict[str, Any]) -> None:
+        """Tell the pool of a prompt whose beginning is new, so that its KV comes nearer before the line runs."""
+        if batch.body["endpoint"] == "/v1/embeddings":
+            return
+        line = {"url": batch.body["endpoint"], "body": request}
+        body = json.dumps({"requests": [line], "within_s": ANNOUNCED_S}).encode()
+        await self._client.post("/v1/prefetch", body, batch.tenant)
+
+    async def _run_line(self, batch: StoredBatch, line: BatchLine, request: dict[str, Any]) -> None:
+        try:
+            body = json.dumps({"priority": MOST_PRIORITY, **request}).encode()
+            if batch.body["endpoint"] == "/v1/embeddings":
+                body = json.dumps(request).encode()
+            for pause in _pauses():
+                response = await self._client.post(batch.body["endpoint"], body, batch.tenant)
+                if response.status not in RETRIED:
+                    break
+                await self._sleep(pause)
+            is_error = response.status >= 400
+            await self.store.answer(batch.id, line, _answer(line, response), is_error=is_error)
+        finally:
+            self._slots.release()
+
+    async def _finish(self, batch: StoredBatch) -> None:
+        """Write the answers into files, and say how the batch ended."""
+        cancelled, expired = batch.status == "cancelling", bool(batch.body.get("expired"))
+        code, message = (
+            ("batch_cancelled", "the batch was cancelled")
+            if cancelled
+            else ("batch_expired", "the batch's time was over before this request was answered")
+        )
+        if cancelled or expired:
+            for line in await self.store.lines_to_do(batch.id):
+                error = {"code": code, "message": message}
+                await self.store.answer(batch.id, line, _result(line, None, error), is_error=True)
+        counted = await self.store.batch(batch.tenant, batch.id)
+        output = await self.store.write_answers(batch, is_error=False)
+        errors = await self.store.write_answers(batch, is_error=True)
+        await self.store.change(
+            counted,
+            "cancelled" if cancelled else "expired" if expired else "completed",
+            output_file_id=output.id if output is not None else None,
+            error_file_id=errors.id if errors is not None else None,
+        )
+        await self.store.drop_lines(batch.id)
+
+
+def _pauses() -> Iterator[float]:
+    """Yield pauses that grow, without end; each a random part shorter, so that lines do not come back together."""
+    for number in count():
+        yield min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(number, 10)) * (1.0 - random.random() / 2)
+
+
+def _request(text: bytes) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(text)["body"]
+    return body
+
+
+def _answer(line: BatchLine, response: InProcessResponse) -> str:
+    """A line's answer in OpenAI's form: the response as the endpoint gave it."""
+    told = {"status_code": response.status, "request_id": response.request_id, "body": json.loads(response.body)}
+    return _result(line, told, None)
+
+
+def _result(line: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
+    result = {
+        "id": f"batch_req_{world.random_hex(12)}", "custom_id": line.custom_id, "response": response, "error": error,
+    }  # fmt: skip
+    return json.dumps(result, ensure_ascii=False)

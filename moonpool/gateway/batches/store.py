@@ -1,0 +1,404 @@
+"""Files and batches of all tenants, in a folder that outlives the gateway.
+
+A file's bytes are a file of the folder; SQLite has what is known of files, batches and their lines. A line's answer is
+committed before the next look at the line, so a gateway that was killed repeats only lines that were under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from moonpool.base import world
+from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+
+SETTING = "batch_dir"
+_VERSION = 1
+_TABLES = (
+    """
+    CREATE TABLE files (
+        tenant TEXT, id TEXT, filename TEXT, purpose TEXT, bytes INTEGER, created_at INTEGER, PRIMARY KEY (tenant, id)
+    ) WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE batches (
+        tenant TEXT, id TEXT, created_at INTEGER, status TEXT, body TEXT, PRIMARY KEY (tenant, id)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX batches_by_status ON batches (status, created_at)",
+    """
+    CREATE TABLE lines (
+        batch TEXT, place INTEGER, number INTEGER, custom_id TEXT, begin INTEGER, length INTEGER, is_error INTEGER,
+        answer TEXT, PRIMARY KEY (batch, place)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX lines_to_do ON lines (batch, place) WHERE answer IS NULL",
+    f"PRAGMA user_version = {_VERSION}",
+)
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+UNDER_WAY: Sequence[Status] = ("validating", "in_progress", "finalizing", "cancelling")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What is known of a file.
+
+    Attributes:
+        id: the id that clients know.
+        purpose: "batch", "batch_output" or what the client said.
+        created_at: seconds since 1970.
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The file in OpenAI's form."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "expires_at": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A line of a batch, and where it stands in the input file.
+
+    Attributes:
+        place: the order in which lines run.
+        number: the order in the input file, from 0.
+        begin, length: bytes of the input file.
+    """
+
+    place: int
+    number: int
+    custom_id: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """A batch: the tenant, the status, and the object in OpenAI's form."""
+
+    tenant: str
+    status: Status
+    body: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.body["id"])
+
+
+class BatchStore:
+    """Files and batches of all tenants. Methods raise `Unavailable` if the disk or the database fails.
+
+    Args:
+        folder: made if need be; only this user reads it.
+        max_bytes: most bytes of files per tenant.
+        threads: one thread, on which the database works.
+        clock: returns seconds since 1970.
+
+    Raises:
+        ConfigError: the folder cannot be used; names `batch_dir`.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, threads: Executor, clock: Callable[[], float]) -> None:
+        self.max_bytes = max_bytes
+        self._files = folder / "files"
+        self._threads = threads
+        self._clock = clock
+        try:
+            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = _opened(folder / "batches.db")
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(SETTING, f"{folder}: {error}") from None
+
+    def now(self) -> int:
+        """Seconds since 1970."""
+        return int(self._clock())
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's bytes lie; the id is one that this store gave."""
+        return self._files / file_id
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def new_file_id(self) -> str:
+        """An id for a file whose bytes are written to `path` before `add_file`."""
+        return f"file-{world.random_hex(16)}"
+
+    async def room(self, tenant: str) -> int:
+        """Bytes that a tenant's files may still take."""
+
+        def ask() -> int:
+            (held,) = self._db.execute("SELECT TOTAL(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+            return max(0, self.max_bytes - int(held))
+
+        return await self._run(ask)
+
+    async def add_file(self, tenant: str, file: StoredFile) -> None:
+        """Note a file whose bytes are there; they survive a loss of power."""
+
+        def add() -> None:
+            with self.path(file.id).open("rb") as opened:
+                os.fsync(opened.fileno())
+            self._db.execute(
+                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)",
+                (tenant, file.id, file.filename, file.purpose, file.num_bytes, file.created_at),
+            )
+
+        await self._run(add)
+
+    async def file(self, tenant: str, file_id: str) -> StoredFile:
+        """A tenant's file.
+
+        Raises:
+            NotFound: there is none of this id.
+        """
+        row = await self._run(
+            lambda: self._db.execute(
+                "SELECT id, filename, purpose, bytes, created_at FROM files WHERE tenant = ? AND id = ?",
+                (tenant, file_id),
+            ).fetchone()
+        )
+        if row is None:
+            raise NotFound(f"no file {file_id!r}")
+        return StoredFile(*row)
+
+    async def files(self, tenant: str, purpose: str | None) -> list[StoredFile]:
+        """A tenant's files, the newest first; with this purpose, or all."""
+        rows = await self._run(
+            lambda: self._db.execute(
+                "SELECT id, filename, purpose, bytes, created_at FROM files WHERE tenant = ? AND ? IN (purpose, '') "
+                "ORDER BY created_at DESC, id",
+                (tenant, purpose or ""),
+            ).fetchall()
+        )
+        return [StoredFile(*row) for row in rows]
+
+    async def delete_file(self, tenant: str, file_id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            NotFound: there is none of this id.
+            InvalidRequest: a batch that is under way reads the file.
+        """
+
+        def delete() -> None:
+            for batch in self._of_status(UNDER_WAY):
+                if batch.tenant == tenant and batch.body["input_file_id"] == file_id:
+                    raise InvalidRequest("file_id", f"batch {batch.id} reads this file; cancel the batch first")
+            found = self._db.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)).rowcount
+            if not found:
+                raise NotFound(f"no file {file_id!r}")
+            self.path(file_id).unlink(missing_ok=True)
+
+        await self._run(delete)
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    async def add_batch(self, batch: StoredBatch) -> None:
+        """Keep a new batch."""
+        await self._run(
+            lambda: self._db.execute(
+                "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
+                (batch.tenant, batch.id, batch.body["created_at"], batch.status, json.dumps(batch.body)),
+            )
+        )
+
+    async def batch(self, tenant: str, batch_id: str) -> StoredBatch:
+        """A tenant's batch, with the counts of its lines now.
+
+        Raises:
+            NotFound: there is none of this id.
+        """
+
+        def ask() -> StoredBatch:
+            row = self._db.execute(
+                "SELECT tenant, status, body FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id)
+            ).fetchone()
+            if row is None:
+                raise NotFound(f"no batch {batch_id!r}")
+            return self._counted(_batch(row))
+
+        return await self._run(ask)
+
+    async def batches(self, tenant: str, after: str, limit: int) -> tuple[list[StoredBatch], bool]:
+        """A tenant's batches, the newest first, behind the one of id `after`, and whether there are more."""
+
+        def ask() -> tuple[list[StoredBatch], bool]:
+            rows = self._db.execute(
+                "SELECT tenant, status, body FROM batches WHERE tenant = ? ORDER BY created_at DESC, id DESC", (tenant,)
+            ).fetchall()
+            found = [_batch(row) for row in rows]
+            ids = [each.id for each in found]
+            begin = ids.index(after) + 1 if after in ids else 0
+            return [self._counted(each) for each in found[begin : begin + limit]], len(found) > begin + limit
+
+        return await self._run(ask)
+
+    async def under_way(self) -> list[StoredBatch]:
+        """All tenants' batches that are not over, the oldest first."""
+        return await self._run(lambda: self._of_status(UNDER_WAY))
+
+    async def change(self, batch: StoredBatch, status: Status, **fields: Any) -> StoredBatch:
+        """Give a batch another status, with the time of the change, and other fields."""
+        body = {**batch.body, **fields, "status": status, f"{status}_at": self.now()}
+        changed = StoredBatch(batch.tenant, status, body)
+        await self._run(
+            lambda: self._db.execute(
+                "UPDATE batches SET status = ?, body = ? WHERE tenant = ? AND id = ?",
+                (status, json.dumps(body), batch.tenant, batch.id),
+            )
+        )
+        return changed
+
+    def _of_status(self, statuses: Sequence[Status]) -> list[StoredBatch]:
+        marks = ", ".join("?" * len(statuses))
+        rows = self._db.execute(
+            f"SELECT tenant, status, body FROM batches WHERE status IN ({marks}) ORDER BY created_at, id",  # noqa: S608
+            tuple(statuses),
+        )
+        return [_batch(row) for row in rows.fetchall()]
+
+    def _counted(self, batch: StoredBatch) -> StoredBatch:
+        total, done, failed = self._db.execute(
+            "SELECT COUNT(*), COUNT(answer), TOTAL(is_error) FROM lines WHERE batch = ?", (batch.id,)
+        ).fetchone()
+        if total:
+            failed = int(failed)
+            batch.body["request_counts"] = {"total": total, "completed": done - failed, "failed": failed}
+        return batch
+
+    # --- lines -------------------------------------------------------------------------------------------------------
+
+    async def put_lines(self, batch_id: str, lines: Sequence[BatchLine]) -> None:
+        """Note a batch's lines; those of an earlier try are replaced."""
+
+        def put() -> None:
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+                self._db.executemany(
+                    "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, NULL, NULL)",
+                    [(batch_id, each.place, each.number, each.custom_id, each.begin, each.length) for each in lines],
+                )
+
+        await self._run(put)
+
+    async def lines_to_do(self, batch_id: str) -> list[BatchLine]:
+        """A batch's lines without answer, in the order in which they run."""
+        rows = await self._run(
+            lambda: self._db.execute(
+                "SELECT place, number, custom_id, begin, length FROM lines WHERE batch = ? AND answer IS NULL "
+                "ORDER BY place",
+                (batch_id,),
+            ).fetchall()
+        )
+        return [BatchLine(*row) for row in rows]
+
+    async def read_line(self, file_id: str, line: BatchLine) -> bytes:
+        """A line's text."""
+
+        def read() -> bytes:
+            with self.path(file_id).open("rb") as file:
+                return os.pread(file.fileno(), line.length, line.begin)
+
+        return await self._run(read)
+
+    async def answer(self, batch_id: str, line: BatchLine, text: str, *, is_error: bool) -> None:
+        """Keep a line's answer, unless there is one."""
+        await self._run(
+            lambda: self._db.execute(
+                "UPDATE lines SET answer = ?, is_error = ? WHERE batch = ? AND place = ? AND answer IS NULL",
+                (text, int(is_error), batch_id, line.place),
+            )
+        )
+
+    async def write_answers(self, batch: StoredBatch, *, is_error: bool) -> StoredFile | None:
+        """Write a batch's answers, or its errors, into a new file in the order of the input; None if there are none."""
+        kind = "errors" if is_error else "output"
+        file_id = self.new_file_id()
+
+        def write() -> int:
+            rows = self._db.execute(
+                "SELECT answer FROM lines WHERE batch = ? AND is_error = ? ORDER BY number", (batch.id, int(is_error))
+            )
+            return _write_private(self.path(file_id), (f"{answer}\n".encode() for (answer,) in rows))
+
+        num_bytes = await self._run(write)
+        if not num_bytes:
+            await self._run(self.path(file_id).unlink)
+            return None
+        file = StoredFile(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", num_bytes, self.now())
+        await self.add_file(batch.tenant, file)
+        return file
+
+    async def drop_lines(self, batch_id: str) -> None:
+        """Forget a batch's answers, which are in its files."""
+
+        def drop() -> None:
+            self._db.execute("UPDATE lines SET answer = '' WHERE batch = ?", (batch_id,))
+
+        await self._run(drop)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(f"the store of batches fails: {error}") from error
+
+
+def _batch(row: tuple[str, Status, str]) -> StoredBatch:
+    tenant, status, body = row
+    return StoredBatch(tenant, status, json.loads(body))
+
+
+def _write_private(path: Path, parts: Iterator[bytes]) -> int:
+    """Write a file that only this user reads; return its bytes."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        for part in parts:
+            file.write(part)
+        return file.tell()
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    """The database, with all tables; only this user reads it."""
+    file.touch(mode=0o600)
+    database = sqlite3.connect(file, timeout=30.0, isolation_level=None, check_same_thread=False)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise sqlite3.DatabaseError(f"has version {version}, not {_VERSION}")
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            for statement in _TABLES if not version else ():
+                database.execute(statement)
+    except BaseException:
+        database.close()
+        raise
+    return database

@@ -1,0 +1,125 @@
+"""`/v1/files`: input and output of batches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any
+
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.gateway.batches.runner import BatchRunner
+from moonpool.gateway.batches.store import BatchStore, StoredFile
+from moonpool.gateway.responses.context import ResponsesContext
+from moonpool.gateway.serving.errors import HttpError
+from moonpool.gateway.serving.json_response import json_response
+
+UPLOAD_S = 600.0
+"""Seconds in which a file must arrive."""
+FIELD_BYTES = 1024
+"""Bytes of a form's field at most; the file has a bound of its own."""
+_COPIED_BYTES = 1 << 20
+
+
+def batch_runner(gateway: ResponsesContext) -> BatchRunner:
+    """What runs this gateway's batches, with the store of files.
+
+    Raises:
+        Unavailable: the gateway has no folder for them.
+    """
+    if gateway.batches is None:
+        raise Unavailable("this gateway keeps no files and batches: its setting batch_dir names no folder")
+    return gateway.batches
+
+
+async def upload_file(gateway: ResponsesContext, request: Request) -> Response:
+    """`POST /v1/files`, a form with `purpose` and `file`.
+
+    Raises:
+        HttpError: the files of the tenant take as much as `batch_bytes` allows, or the file takes too long to come.
+        InvalidRequest: the form is not as it must be; names the field.
+    """
+    store, tenant = batch_runner(gateway).store, gateway.auth.tenant(request)
+    room = await store.room(tenant)
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidRequest("file", "must be sent as multipart/form-data, with purpose")
+    try:
+        async with asyncio.timeout(UPLOAD_S):
+            parser = MultiPartParser(
+                request.headers, _bounded(request, room + FIELD_BYTES * 8), max_files=1, max_fields=8,
+                max_part_size=FIELD_BYTES,
+            )  # fmt: skip
+            form = await parser.parse()
+    except (MultiPartException, KeyError) as error:
+        raise InvalidRequest("file", f"the form cannot be read: {error}") from None
+    except TimeoutError:
+        raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "upload_timeout", "the file took too long to come") from None
+    try:
+        purpose, sent = form.get("purpose"), form.get("file")
+        if not isinstance(purpose, str) or not purpose:
+            raise InvalidRequest("purpose", "must be given, for example batch")
+        if sent is None or isinstance(sent, str):
+            raise InvalidRequest("file", "must be given as a file")
+        file_id = store.new_file_id()
+        num_bytes = await asyncio.to_thread(_keep, sent.file, store, file_id)
+    finally:
+        await form.close()
+    file = StoredFile(file_id, sent.filename or file_id, purpose, num_bytes, store.now())
+    await store.add_file(tenant, file)
+    return json_response(file.to_json())
+
+
+async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
+    """A request's body, of so many bytes at most."""
+    held = 0
+    async for part in request.stream():
+        held += len(part)
+        if held > most:
+            raise HttpError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "file_too_large", "your files take as much as batch_bytes allows",
+                parameter="file", close=True,
+            )  # fmt: skip
+        yield part
+
+
+def _keep(sent: Any, store: BatchStore, file_id: str) -> int:
+    """Copy a file that came into the store; return its bytes. Blocking."""
+    sent.seek(0)
+    with os.fdopen(os.open(store.path(file_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as kept:
+        while part := sent.read(_COPIED_BYTES):
+            kept.write(part)
+        return kept.tell()
+
+
+async def list_files(gateway: ResponsesContext, request: Request) -> Response:
+    """`GET /v1/files`."""
+    found = await batch_runner(gateway).store.files(gateway.auth.tenant(request), request.query_params.get("purpose"))
+    return json_response({"object": "list", "data": [file.to_json() for file in found], "has_more": False})
+
+
+async def get_file(gateway: ResponsesContext, request: Request) -> Response:
+    """`GET /v1/files/ID`."""
+    file = await batch_runner(gateway).store.file(gateway.auth.tenant(request), request.path_params["name"])
+    return json_response(file.to_json())
+
+
+async def get_file_content(gateway: ResponsesContext, request: Request) -> Response:
+    """`GET /v1/files/ID/content`."""
+    store = batch_runner(gateway).store
+    file = await store.file(gateway.auth.tenant(request), request.path_params["name"])
+    headers = {"x-content-type-options": "nosniff"}
+    return FileResponse(
+        store.path(file.id), headers=headers, media_type="application/octet-stream", filename=file.filename
+    )
+
+
+async def delete_file(gateway: ResponsesContext, request: Request) -> Response:
+    """`DELETE /v1/files/ID`."""
+    name = request.path_params["name"]
+    await batch_runner(gateway).store.delete_file(gateway.auth.tenant(request), name)
+    return json_response({"id": name, "object": "file", "deleted": True})

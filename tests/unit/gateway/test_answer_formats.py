@@ -1,0 +1,442 @@
+"""Every row of the table of formats: found by its chat template, and read as the family writes."""
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from moonpool.base.answer_formats import FORMAT_ROWS, FORMATS, REASONING_FORMATS, found_format
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.answer_parser import AnswerParser, AnswerReading, AnswerToolCall, WholePart
+from moonpool.gateway.serving.tool_set import ToolSet, tool_definition
+from moonpool.v1 import conductor_pb2 as pb
+
+from .fakes import answering
+from .formats_table import formats_table
+from .spoken import SPOKEN, Call
+
+ROWS = [row.name for row in FORMAT_ROWS]
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "place": {"type": "object"},
+    },
+}
+DEFINITIONS = [tool_definition("tools.0", name, None, PARAMETERS) for name in ("weather", "add", "write_file")]
+TOOLS = ToolSet(DEFINITIONS)
+PARIS: Call = ("weather", {"city": "Paris", "days": 2})
+ADD: Call = ("add", {"tags": ["a", "b"], "exact": True})
+
+
+def parsed(name: str, text: str, pieces: Sequence[str] | None = None, tools: ToolSet | None = TOOLS) -> list[Any]:
+    """What an answer has, joined: texts, `("thought", TEXT)`, and calls as `(NAME, ARGUMENTS)`."""
+    row = FORMATS[name]
+    thinks = row.reasoning[0] if row.reasoning else None
+    parser = AnswerParser(AnswerReading(tools, row, thinks))
+    parser.start("r1")
+    if pieces is None:
+        return [plain(part) for part in parser.parse_full(text, 0)]
+    joined: list[WholePart] = []
+    for part in [part for piece in pieces for part in parser.push(piece, 0)] + parser.end(0):
+        last = joined[-1] if joined else None
+        if isinstance(part, str) and isinstance(last, str):
+            joined[-1] = last + part
+        elif isinstance(part, ReasoningText) and isinstance(last, ReasoningText):
+            joined[-1] = ReasoningText(last.text + part.text)
+        elif isinstance(part, str | ReasoningText | AnswerToolCall):
+            joined.append(part)
+        else:
+            assert isinstance(last, AnswerToolCall), "a call has begun"
+            joined[-1] = AnswerToolCall(last.number, last.id, last.name, last.arguments + part.arguments)
+    return [plain(part) for part in joined]
+
+
+def plain(part: WholePart) -> Any:
+    if isinstance(part, ReasoningText):
+        return ("thought", part.text)
+    return part if isinstance(part, str) else (part.name, part.arguments)
+
+
+def read_calls(found: Sequence[Any]) -> list[Call]:
+    return [(name, json.loads(text)) for name, text in (part for part in found if not isinstance(part, str))]
+
+
+def said(name: str, thought: str = "", text: str = "", calls: Sequence[Call] = ()) -> str:
+    """An answer as the family writes it."""
+    spoken = SPOKEN[name]
+    before, behind = spoken.thought or ("", "")
+    begin, end = spoken.text
+    if name == "openai" and text and calls:
+        begin, end = "<|channel|>commentary<|message|>", "<|end|><|start|>assistant"
+    return (
+        (f"{before}{thought}{behind}" if thought else "")
+        + (f"{begin}{text}{end}" if text else "")
+        + (("\n" if text and name != "openai" else "") + spoken.write(calls) if calls else "")
+    )
+
+
+def test_every_row_is_tried() -> None:
+    assert sorted(SPOKEN) == sorted(ROWS)
+    assert len({name for row in FORMAT_ROWS for name in row.names}) == sum(len(row.names) for row in FORMAT_ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_found_by_its_template_alone(name: str) -> None:
+    """By one row each, whatever the model's class is."""
+    found = found_format(SPOKEN[name].template)
+    assert found.row is FORMATS[name], found.note
+    assert not found.note
+    assert found.reasoning is None or found.reasoning in FORMATS[name].reasoning
+    assert (found.reasoning is None) == (SPOKEN[name].thought is None)
+    escaped = SPOKEN[name].template.replace('"', '\\"')  # within a text of Jinja
+    assert found_format(escaped).row is FORMATS[name]
+
+
+def test_what_no_row_fits_is_told_and_not_guessed() -> None:
+    for template in ("{{ tools }}<tool_call>", "<tool_call><tool_name>x</tool_name></tool_call>", "<functioncall>", ""):
+        found = found_format(template, "Glm4MoeForCausalLM")
+        assert found.row is None
+        assert "no known format of tool calls fits" in found.note
+        assert "glm45" in found.note
+
+
+def test_the_class_is_a_witness() -> None:
+    hermes, both = SPOKEN["hermes"].template, SPOKEN["mistral"].template + SPOKEN["kimi_k2"].template
+    assert not found_format(hermes, "Qwen3ForCausalLM").note
+    assert "chat template shows hermes" in found_format(hermes, "GptOssForCausalLM").note
+    assert found_format(hermes, "GptOssForCausalLM").row is FORMATS["hermes"]
+    assert found_format(both).row is None
+    assert "fits several formats of tool calls (kimi_k2, mistral)" in found_format(both).note
+    assert found_format(both, "KimiK2ForCausalLM").row is FORMATS["kimi_k2"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("shape", ["call", "thought", "thought and call", "text", "text and call", "all", "several"])
+def test_official_forms(name: str, shape: str) -> None:
+    """Whole, and cut everywhere."""
+    spoken = SPOKEN[name]
+    thinks, speaks = "thought" in shape or shape == "all", "text" in shape or shape in ("all", "thought")
+    calls = (
+        [PARIS, ADD] if shape == "several" and spoken.several else [PARIS] if shape not in ("text", "thought") else []
+    )
+    if (thinks and spoken.thought is None) or (speaks and calls and spoken.is_whole):
+        pytest.skip("the family does not write this")
+    text = said(name, "I look." if thinks else "", "Here." if speaks else "", calls)
+    found = parsed(name, text)
+    expected = [("thought", "I look.")] * thinks + ["Here."] * speaks
+    assert found[: len(expected)] == expected, text
+    assert read_calls(found[len(expected) :]) == calls, text
+    for size in (1, 2, 3, 7):
+        assert parsed(name, text, [text[at : at + size] for at in range(0, len(text), size)]) == found
+    for at in range(len(text)):
+        assert parsed(name, text, [text[:at], text[at:]]) == found, text[:at]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_call_comes_back_in_the_history(name: str) -> None:
+    """The next turn's prompt has the call in the family's own form, with the id of its own."""
+    template = SPOKEN[name].template
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    parser = AnswerParser(AnswerReading(TOOLS, FORMATS[name]))
+    parser.start("r1")
+    (call,) = (part for part in parser.parse_full(said(name, calls=[PARIS]), 0) if isinstance(part, AnswerToolCall))
+    function = {"name": call.name, "arguments": call.arguments}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sun"},
+    ]
+    chat = made.render_chat(turns, DEFINITIONS).text
+    again = chat.partition("[assistant]")[2].partition("[tool]")[0]
+    assert read_calls(parsed(name, again)) == [PARIS]
+    if name == "kimi_k2":
+        assert call.id == "functions.weather:0"
+        assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>" in again
+
+
+def rendered(name: str, ids: Sequence[str]) -> str:
+    """A prompt with past calls of these ids, each with a result."""
+    template = SPOKEN[name].template.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}")
+    template = template.replace("{{ f.name | tojson }}", "{{ c.id }} {{ f.name | tojson }}")
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    function = {"name": "weather", "arguments": "{}"}
+    turns: list[dict[str, Any]] = []
+    for each in ids:
+        call = {"id": each, "type": "function", "function": function}
+        turns += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": each, "content": "sun"},
+        ]
+    return made.render_chat(turns, DEFINITIONS).text
+
+
+def test_ids_of_other_models_become_the_familys_own() -> None:
+    """Of calls and results alike; own ids stay, and families without a form of ids show what clients send."""
+    kimi = rendered("kimi_k2", ["functions.weather:7", "toolu_01"])
+    assert kimi.count("functions.weather:7") == kimi.count("functions.weather:1") == 2
+    assert "toolu_01" not in kimi
+    mistral = rendered("mistral", ["abcDEF123", "toolu_01"])
+    assert mistral.count("abcDEF123") == 2
+    assert "toolu_01" not in mistral
+    assert rendered("hermes", ["toolu_01"]).count("toolu_01") == 2
+
+
+MARKED = (
+    *("</parameter>", "<parameter=city>", "</function>", "<function=add>", "<tool_call>", "</tool_call>"),
+    *("<arg_key>x</arg_key>", "</arg_value>", "<arg_value>", '<invoke name="add">', "</invoke>", "<|call|>", "<|end|>"),
+    *(
+        "<|tool_call_end|>",
+        "]",
+        "})",
+        "}",
+        '"',
+        "'",
+        "\\",
+        "[TOOL_CALLS]",
+        '<|"|>',
+        "<tool_call|>",
+        "</function_calls>",
+    ),
+    *("<|END_ACTION|>", "\n", "```", "</tool_calls>", "<｜tool▁call▁end｜>", "é", " ", "a"),
+)
+"""Pieces of values."""
+
+
+def whole_call(name: str) -> str:
+    """A call as a text that a value may quote."""
+    return SPOKEN[name].write([("add", {"city": "x"})])
+
+
+def value(name: str, draw: random.Random) -> Any:
+    kind = draw.randrange(8)
+    if kind == 0:
+        return draw.choice((0, -7, 1234567890123456789))
+    if kind == 1:
+        return draw.choice((True, False))
+    if kind == 2:
+        return [text_value(name, draw) for _ in range(draw.randrange(3))]
+    return text_value(name, draw)
+
+
+def text_value(name: str, draw: random.Random) -> str:
+    """A text with marks, also of the family's own; for families whose values are not escaped, one that can be told."""
+    pieces = [draw.choice(MARKED) for _ in range(draw.randrange(6))]
+    text = "".join(f"{piece}a" for piece in pieces)
+    spoken = SPOKEN[name].write([("weather", {"city": "x"})])
+    quoted = draw.random() < 0.3 and name not in UNESCAPED_QUOTES
+    return f"see {whole_call(name)} there" if quoted else f"x{text if can_be_told(name, text) else spoken[:0]}"
+
+
+UNESCAPED_QUOTES = ("gemma4",)
+"""Families whose texts have one kind of quotes without an escape."""
+
+
+def can_be_told(name: str, text: str) -> bool:
+    """Whether a value of a family's form is told from what follows: unbalanced functions are not."""
+    if name in ("qwen3_coder", "seed_oss"):
+        return "<function=" not in text
+    if name in ("minimax_m2", "deepseek_v32"):
+        return "<invoke" not in text
+    if name == "glm45":
+        return "<tool_call>" not in text
+    return True
+
+
+KEYS = {"city": str, "days": int, "exact": bool, "tags": list}
+
+
+def drawn_call(name: str, draw: random.Random) -> Call:
+    arguments: dict[str, Any] = {}
+    for _ in range(draw.randrange(4)):
+        found = value(name, draw)
+        key = next(key for key, kind in KEYS.items() if type(found) is kind)
+        arguments[key] = found
+    return draw.choice(("weather", "add", "write_file")), arguments
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_marks_within_values_stay_values(name: str) -> None:
+    """200 calls; whole, and in random pieces."""
+    draw = random.Random(47)
+    for _ in range(200):
+        calls = [drawn_call(name, draw) for _ in range(1 if not SPOKEN[name].several else draw.randint(1, 2))]
+        text = said(name, calls=calls)
+        found = parsed(name, text)
+        assert read_calls(found) == calls, text
+        cuts = sorted(draw.randrange(len(text) + 1) for _ in range(12))
+        assert parsed(name, text, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_cut_answers_read_the_same_whole_and_streamed(name: str) -> None:
+    """A call that has begun is a call, without the marks around it; no other call comes of a cut."""
+    draw = random.Random(48)
+    for _ in range(12):
+        call = drawn_call(name, draw)
+        text = said(name, calls=[call])
+        for at in [*range(len(text)), *(draw.randrange(len(text)) for _ in range(8))]:
+            cut = text[:at]
+            found = parsed(name, cut)
+            assert parsed(name, cut, [cut[n : n + 5] for n in range(0, at, 5)]) == found
+            calls = [part for part in found if not isinstance(part, str)]
+            assert [part[0] for part in calls] in ([], [call[0]]), cut
+            if calls and is_json(calls[0][1]):
+                assert json.loads(calls[0][1]) == call[1], cut
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+MALFORMED = [
+    lambda text, draw: text.replace(">", "", 1),
+    lambda text, draw: text.replace("<", "", 1),
+    lambda text, draw: text[draw.randrange(len(text)) :],
+    lambda text, draw: text.replace('"', "'"),
+    lambda text, draw: text.replace("weather", "unknown").replace("add", "unknown").replace("write_file", "unknown"),
+    lambda text, draw: text.replace("}", "").replace(")", ""),
+    lambda text, draw: text.replace("</", "<"),
+    lambda text, draw: text + text,
+    lambda text, draw: "".join(text[at] for at in range(len(text)) if draw.random() > 0.05),
+    lambda text, draw: (lambda at: text[:at] + draw.choice(MARKED) + text[at:])(draw.randrange(len(text) + 1)),
+]
+"""Ways in which models write calls wrongly."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_malformed_answers_break_nothing(name: str) -> None:
+    """Read alike whole and in pieces, and only offered functions are called."""
+    draw = random.Random(49)
+    for malform, _ in itertools.product(MALFORMED, range(12)):
+        text = malform(said(name, calls=[drawn_call(name, draw)]), draw)
+        found = parsed(name, text)
+        assert parsed(name, text, list(text)) == found, text
+        names = [part[0] for part in found if not isinstance(part, str)]
+        assert set(names) <= {*TOOLS.names, "thought"}, text
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if not SPOKEN[name].is_whole])
+def test_text_that_names_other_functions_stays_text(name: str) -> None:
+    text = said(name, calls=[("unknown", {"city": "x"})])
+    found = parsed(name, text)
+    assert all(isinstance(part, str) for part in found)
+
+
+QUOTED = """see:
+<tool_call>
+<function=add>
+<parameter=city>
+Rome
+</parameter>
+</function>
+</tool_call>
+and a </parameter> b"""
+
+
+def test_values_of_tags_end_where_the_form_goes_on() -> None:
+    written = SPOKEN["qwen3_coder"].write([("write_file", {"city": QUOTED})])
+    assert read_calls(parsed("qwen3_coder", written)) == [("write_file", {"city": QUOTED})]
+
+
+OPEN, SHUT = "<tool_call>", "</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            f"<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n{SHUT}",
+            [("weather", '{"city": "Paris"}')],
+        ),
+        ("Sure:\n<function=weather>\n</function>\n</tool_call>\nDone", ["Sure:", ("weather", "{}"), "\nDone"]),
+        ("Write <function=weather> to call.", ["Write <function=weather> to call."]),
+        ("```\n<function=weather>\n</function>\n```", ["```\n<function=weather>\n</function>\n```"]),
+        (
+            f"{OPEN}\n<function=weather>\n<parameter=days>\n2\n</parameter>\n</function>\n<function=add>\n</function>\n{SHUT}",
+            [("weather", '{"days": 2}'), ("add", "{}")],
+        ),
+        (
+            f"{OPEN}\n<function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</parameter>\n</function>\n{SHUT}",
+            [("weather", '{"city": "Paris", "days": 2}')],
+        ),
+        (
+            f"{OPEN}\n<function=weather>\n<parameter=city>\nParis\n</function>\n{SHUT}",
+            [("weather", '{"city": "Paris"}')],
+        ),
+        (
+            f"{OPEN}\n<function=weather>\n<parameter=city>\nuse <function=x> to\n</parameter>\n</function>\n{SHUT}",
+            [("weather", '{"city": "use <function=x> to"}')],
+        ),
+        (f"{OPEN}\n<function=weather>\n<parameter=city>\nPar", [("weather", '{"city": "Par')]),
+        (f"{OPEN}\n<function=weather>\n<parameter=city>\nPar\n</param", [("weather", '{"city": "Par')]),
+    ],
+)
+def test_tags_as_models_write_them(text: str, expected: list[Any]) -> None:
+    assert parsed("qwen3_coder", text) == parsed("qwen3_coder", text, list(text)) == expected
+
+
+def test_gpt_oss_has_channels() -> None:
+    """Also without functions; several thoughts and a preamble; a call on the channel of thoughts."""
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four."
+    assert parsed("openai", text, tools=None) == [("thought", "Hm."), "Four."]
+    assert parsed("openai", f"{text}<|return|>", list(f"{text}<|return|>")) == [("thought", "Hm."), "Four."]
+    twice = text.replace("<|start|>", "<|start|>assistant<|channel|>analysis<|message|>Well.<|end|><|start|>", 1)
+    assert parsed("openai", twice) == [("thought", "Hm.\n\nWell."), "Four."]
+    called = '<|channel|>analysis to=functions.add code<|message|>{"city": "<|call|>"}<|call|>'
+    assert parsed("openai", called) == [("add", '{"city": "<|call|>"}')]
+    other = ' to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{"days": 1}'
+    assert parsed("openai", other) == parsed("openai", other, list(other)) == [("weather", '{"days": 1}')]
+    assert parsed("openai", '{"plain": 1}') == ['{"plain": 1}']
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "openai", "gemma4"])
+async def test_ids_and_thoughts_in_a_chat(name: str) -> None:
+    """Through the gateway, whole; Kimi's ids count on through the conversation."""
+    template = SPOKEN[name].template
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    text = said(name, "Hm.", calls=[PARIS]).replace(":0<", ":5<")
+
+    def say(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer([1], request_id="r1")
+        messages[1].delta.text = text
+        return messages
+
+    async with answering(FakeConductor(say), made) as gateway:
+        message = (await gateway.chat(tools=DEFINITIONS)).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "Hm."
+        assert not message["content"]
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == PARIS[1]
+        if name == "kimi_k2":
+            assert call["id"] == "functions.weather:5"
+
+
+def test_the_documented_table_is_the_table() -> None:
+    """`python -m tests.unit.gateway.formats_table` prints the table."""
+    page = Path(__file__).parents[3] / "docs" / "gateway.md"
+    assert formats_table() in page.read_text(encoding="utf-8")
+
+
+def test_names_are_vllms() -> None:
+    wanted = ("kimi_k2", "glm45", "glm47", "openai", "minimax_m2", "qwen3_coder", "qwen3_xml", "hermes", "deepseek_v3")
+    more = ("deepseek_v31", "gemma4", "granite", "granite4", "cohere_command3", "lfm2", "seed_oss", "hunyuan_a13b")
+    rest = ("phi4_mini_json", "olmo3", "mistral", "llama3_json", "llama4_pythonic", "pythonic")
+    assert {*wanted, *more, *rest} <= FORMATS.keys()
+    thinking = ("deepseek_r1", "qwen3", "mistral", "gemma4", "openai_gptoss", "seed_oss", "kimi_k2", "granite", "glm45")
+    assert set(thinking) <= REASONING_FORMATS.keys()

@@ -1,0 +1,298 @@
+"""Files and batches: what a client of OpenAI's interface sees, the order of lines, retries, ends and new starts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from moonpool.base import world
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.errors import Overloaded
+from moonpool.base.rpc.api_keys import hash_key
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.client.testing import FakeConductor, Script, answer
+from moonpool.gateway import service
+from moonpool.gateway.batches import runner as running
+from moonpool.gateway.batches.lines import read_lines
+from moonpool.v1 import conductor_pb2 as pb
+
+from .fakes import ready, settings
+
+ENDPOINT = "/v1/chat/completions"
+WAIT_S = 30.0
+
+
+@asynccontextmanager
+async def gateway(
+    folder: Path, fake: FakeConductor, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """A gateway with a folder of batches, in front of a conductor in memory."""
+    monkeypatch.setattr(service, "AsyncClient", lambda *_, **__: fake.async_client())
+    monkeypatch.setattr(running, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(running, "LOOK_S", 0.001)
+    config = settings(batch_dir=folder, **changes)
+    async with service.application(config, Tokenizer.load(model_dir()), PrometheusMetrics("gateway")) as (app, _):
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            yield http
+
+
+def line(name: str, text: str, **changes: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    return {"custom_id": name, "method": "POST", "url": ENDPOINT, "body": body, **changes}
+
+
+def jsonl(*lines: object) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+async def upload(http: httpx2.AsyncClient, content: bytes, **headers: str) -> str:
+    files = {"file": ("in.jsonl", content, "application/jsonl")}
+    sent = await http.post("/v1/files", data={"purpose": "batch"}, files=files, headers=headers)
+    assert sent.status_code == 200, sent.text
+    told = sent.json()
+    assert (told["bytes"], told["purpose"], told["filename"]) == (len(content), "batch", "in.jsonl")
+    return str(told["id"])
+
+
+async def start(http: httpx2.AsyncClient, file: str, **headers: str) -> str:
+    body = {"input_file_id": file, "endpoint": ENDPOINT, "completion_window": "24h", "metadata": {"a": "b"}}
+    made = await http.post("/v1/batches", json=body, headers=headers)
+    assert made.status_code == 200, made.text
+    assert made.json()["status"] == "validating"
+    return str(made.json()["id"])
+
+
+OVER = ("completed", "failed", "cancelled", "expired")
+
+
+async def ended(http: httpx2.AsyncClient, batch: str, statuses: Sequence[str] = OVER, **headers: str) -> dict[str, Any]:
+    """The batch once it is over, or has one of other statuses."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            told: dict[str, Any] = (await http.get(f"/v1/batches/{batch}", headers=headers)).json()
+            if told["status"] in statuses:
+                return told
+            await asyncio.sleep(0.005)
+
+
+async def answers(http: httpx2.AsyncClient, file: str, **headers: str) -> list[dict[str, Any]]:
+    content = await http.get(f"/v1/files/{file}/content", headers=headers)
+    return [json.loads(each) for each in content.text.splitlines()]
+
+
+def prompts_of(requests: list[pb.GenerateRequest]) -> list[str]:
+    return [request.chat.messages[0].content for request in requests]
+
+
+async def test_a_batch_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor(lambda request: answer((1, 2), prompt_tokens=3)))
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        file = await upload(http, jsonl(line("b", "two"), line("a", "one"), line("bad", "x", body={"messages": 5})))
+        batch = await start(http, file)
+        told = await ended(http, batch)
+        assert told["status"] == "completed"
+        assert told["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        assert (told["metadata"], told["input_file_id"]) == ({"a": "b"}, file)
+        output = await answers(http, told["output_file_id"])
+        assert [each["custom_id"] for each in output] == ["b", "a"], "in the order of the input"
+        assert output[0]["response"]["status_code"] == 200
+        assert output[0]["response"]["body"]["choices"][0]["finish_reason"]
+        assert output[0]["response"]["request_id"]
+        [wrong] = await answers(http, told["error_file_id"])
+        assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("bad", 400)
+        assert wrong["response"]["body"]["error"]["param"] == "messages"
+        assert all(request.priority == 100 for request in fake.requests)
+        listed = (await http.get("/v1/batches")).json()
+        assert ([each["id"] for each in listed["data"]], listed["has_more"]) == ([batch], False)
+        purposes = [each["purpose"] for each in (await http.get("/v1/files")).json()["data"]]
+        assert sorted(purposes) == ["batch", "batch_output", "batch_output"]
+        assert (await http.delete(f"/v1/files/{file}")).json()["deleted"]
+        assert (await http.get(f"/v1/files/{file}")).status_code == 404
+    assert not readable_by_others(tmp_path), "users' texts are this user's alone"
+
+
+def readable_by_others(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.stat().st_mode & 0o077]
+
+
+async def test_lines_run_in_the_order_of_their_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    fake.answers["AnnouncePromptsRequest"] = pb.AnnouncePromptsResponse()
+    names = [f"{question} {document}" for question in range(4) for document in "cab"]
+    lines = [line(name, f"{name[2] * 300} question {name[0]}") for name in names]
+    async with gateway(tmp_path, fake, monkeypatch, batch_concurrency=1) as http:
+        batch = await start(http, await upload(http, jsonl(*lines)))
+        told = await ended(http, batch)
+        assert [each["custom_id"] for each in await answers(http, told["output_file_id"])] == names
+    ran = [(text[0], text[-1]) for text in prompts_of(fake.requests)]
+    assert ran == [(document, str(question)) for document in "abc" for question in range(4)]
+    announced = [each for each in fake.asked if isinstance(each, pb.AnnouncePromptsRequest)]
+    first = [each.requests[0].chat.messages[0].content[0] for each in announced]
+    assert first == ["a", "b", "c"], "a document is announced once"
+
+
+WRONG = {
+    "not JSON": (b"{", "invalid_json_line"),
+    "a list": (b"[]", "invalid_json_line"),
+    "no id": (jsonl({"url": ENDPOINT, "body": {}}), "missing_required_parameter"),
+    "no body": (jsonl({"custom_id": "a", "url": ENDPOINT}), "missing_required_parameter"),
+    "other endpoint": (jsonl(line("a", "x", url="/v1/completions")), "mismatched_endpoint"),
+    "method": (jsonl(line("a", "x", method="GET")), "invalid_method"),
+    "twice": (jsonl(line("a", "x"), line("a", "y")), "duplicate_custom_id"),
+    "stream": (jsonl(line("a", "x", body={"stream": True})), "invalid_request"),
+    "nothing": (b"\n\n", "empty_file"),
+    "deep": (b"[" * 4000, "invalid_json_line"),
+    "long": (jsonl(line("a", "x" * 5000)), "line_too_long"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_name_the_line(case: str, tmp_path: Path) -> None:
+    content, code = WRONG[case]
+    (tmp_path / "in").write_bytes(jsonl(line("good", "x")) * (case not in ("nothing", "twice")) + content)
+    _, errors = read_lines(tmp_path / "in", ENDPOINT, 4096)
+    assert [error.code for error in errors] == [code]
+    assert errors[0].number == (1 if case == "nothing" else 2)
+
+
+async def test_a_batch_with_a_wrong_line_fails_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        told = await ended(http, await start(http, await upload(http, jsonl(line("a", "x")) + b"{")))
+        assert told["status"] == "failed"
+        assert told["errors"]["data"] == [
+            {"code": "invalid_json_line", "line": 2, "message": "this line is not JSON", "param": None}
+        ]
+    assert not fake.requests
+
+
+async def test_a_full_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts: list[Script] = [[Overloaded("full", reason="queue_full", retry_after_s=1.0)] for _ in range(3)]
+    fake = ready(FakeConductor(lambda request: scripts.pop() if scripts else answer((1,), prompt_tokens=3)))
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        told = await ended(http, await start(http, await upload(http, jsonl(line("a", "x")))))
+        assert told["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    assert len(fake.requests) == 4
+
+
+async def test_interactive_requests_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    fake.state.queue.for_room = 1
+    looked = asyncio.Event()
+    sleeping = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        looked.set()
+        fake.state.queue.for_room = 0
+        assert not fake.requests, "no line begins while a request waits"
+        await sleeping(0)
+
+    monkeypatch.setattr(running.BatchRunner.__init__, "__defaults__", (sleep,))
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        batch = await start(http, await upload(http, jsonl(line("a", "x"))))
+        await asyncio.wait_for(looked.wait(), WAIT_S)
+        assert batch
+
+
+async def test_a_new_gateway_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that are there stay; lines that were under way run again."""
+    held = asyncio.Event()
+
+    def script(request: pb.GenerateRequest) -> Script:
+        text = request.chat.messages[0].content
+        if text == "c" and not held.is_set():
+            held.set()
+            raise asyncio.CancelledError  # as a gateway that ends in the midst of it
+        return answer((1,), prompt_tokens=3)
+
+    first = ready(FakeConductor(script))
+    async with gateway(tmp_path, first, monkeypatch, batch_concurrency=1) as http:
+        batch = await start(http, await upload(http, jsonl(*(line(each, each) for each in "abcd"))))
+        await asyncio.wait_for(held.wait(), WAIT_S)
+    second = ready(FakeConductor(script))
+    async with gateway(tmp_path, second, monkeypatch, batch_concurrency=1) as http:
+        told = await ended(http, batch)
+        assert told["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+        assert [each["custom_id"] for each in await answers(http, told["output_file_id"])] == list("abcd")
+    assert prompts_of(first.requests)[:2] == ["a", "b"]
+    assert prompts_of(second.requests) == ["c", "d"]
+
+
+async def test_a_batch_is_cancelled_or_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    fake.state.queue.for_room = 1  # so that nothing begins
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        file = await upload(http, jsonl(line("a", "x"), line("b", "y")))
+        batch = await start(http, file)
+        await ended(http, batch, ["in_progress"])
+        busy = await http.delete(f"/v1/files/{file}")
+        assert (busy.status_code, busy.json()["error"]["param"]) == (400, "file_id")
+        assert (await http.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
+        told = await ended(http, batch)
+        assert (told["status"], told["request_counts"]["failed"]) == ("cancelled", 2)
+        codes = [each["error"]["code"] for each in await answers(http, told["error_file_id"])]
+        assert codes == ["batch_cancelled"] * 2
+        assert (await http.post(f"/v1/batches/{batch}/cancel")).status_code == 409
+
+        later = world.unix_time() + 2 * 86_400
+        batch = await start(http, file)
+    monkeypatch.setattr(world, "unix_time", lambda: later)
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        told = await ended(http, batch)
+        assert told["status"] == "expired"
+        codes = [each["error"]["code"] for each in await answers(http, told["error_file_id"])]
+        assert codes == ["batch_expired"] * 2
+
+
+async def test_tenants_see_their_own_and_have_room_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"sha256:{hash_key('ann')} ann\nsha256:{hash_key('bob')} bob\n")
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    ann, bob = {"authorization": "Bearer ann"}, {"authorization": "Bearer bob"}
+    async with gateway(tmp_path / "batches", fake, monkeypatch, api_keys=keys, batch_bytes=20_000) as http:
+        file = await upload(http, jsonl(line("a", "x")), **ann)
+        batch = await start(http, file, **ann)
+        await ended(http, batch, **ann)
+        for path in (f"/v1/files/{file}", f"/v1/files/{file}/content", f"/v1/batches/{batch}"):
+            assert (await http.get(path, headers=bob)).status_code == 404
+            assert (await http.get(path)).status_code == 401
+        assert (await http.get("/v1/files", headers=bob)).json()["data"] == []
+        assert fake.requests[0].tenant == "ann"
+        files = {"file": ("in.jsonl", b"x" * 40_000)}
+        large = await http.post("/v1/files", data={"purpose": "batch"}, files=files, headers=ann)
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "file_too_large")
+        await upload(http, b"x" * 15_000, **bob)
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [({"files": {"file": ("a", b"x")}}, "purpose"), ({"data": {"purpose": "batch"}}, "file"), ({"json": {}}, "file")],
+)
+async def test_a_wrong_form_names_the_field(
+    form: dict[str, Any], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(tmp_path, ready(FakeConductor()), monkeypatch) as http:
+        told = await http.post("/v1/files", **form)
+        assert (told.status_code, told.json()["error"]["param"]) == (400, field)
+
+
+async def test_without_a_folder_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor())
+    monkeypatch.setattr(service, "AsyncClient", lambda *_, **__: fake.async_client())
+    tokenizer = Tokenizer.load(model_dir())
+    async with (
+        service.application(settings(), tokenizer, PrometheusMetrics("gateway")) as (app, _),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as http,
+    ):
+        told = await http.get("/v1/batches")
+        assert told.status_code == 503
+        assert "batch_dir" in told.json()["error"]["message"]
