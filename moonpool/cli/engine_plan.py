@@ -16,11 +16,11 @@ from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress
 from moonpool.cli.stack import StackPlan, setting_of
 from moonpool.engine.emulated.profile import SCHEME
-from moonpool.engine.kernels.weight_file import gives_large_pages
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
+from moonpool.engine.weight_file import gives_large_pages
 
 LEAST_MAPPED_BYTES = 32 << 20
 """Weights of so many bytes are worth a file that engines share, and that later starts find."""

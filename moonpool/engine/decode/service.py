@@ -277,7 +277,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     counter(
         "prompts_computed_total",
         "Prompts with their remainder computed here.",
-        lambda instance: instance.core.planner.prompts_begun,
+        lambda instance: instance.core.planner.starts.begun,
     ),
     counter(
         "load_blocks_total",

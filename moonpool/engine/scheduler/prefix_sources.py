@@ -88,7 +88,7 @@ class PrefixLoaded:
     seconds: float
 
 
-class PrefixSources:
+class KVSources:
     """What is known of the sources.
 
     Args:

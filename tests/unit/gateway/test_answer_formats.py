@@ -478,7 +478,7 @@ async def test_channels_in_three_interfaces() -> None:
         message = (await gateway.chat()).json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Four.")
         assert not gateway.asked.sampling.skip_special_tokens
-        body = {"input": "2 + 2?"}
+        body: dict[str, object] = {"input": "2 + 2?"}
         items = (await gateway.http.post("/v1/responses", json=body)).json()["output"]
         assert [item["type"] for item in items] == ["reasoning", "message"]
         assert items[1]["content"][0]["text"] == "Four."

@@ -52,7 +52,7 @@ class ReceiveFlight:
 
 
 @frozen
-class LoadFlight:
+class PromptLoadFlight:
     """A read of `wanted` blocks of a prompt's prefix, from one of the request's sources."""
 
     request: DecodeRequest
@@ -61,4 +61,4 @@ class LoadFlight:
     tables: tuple[BlockTable, ...]
 
 
-IoInFlight = SwapFlight | WriteBackFlight | ReceiveFlight | LoadFlight
+IoInFlight = SwapFlight | WriteBackFlight | ReceiveFlight | PromptLoadFlight

@@ -6,18 +6,18 @@ A load is waited for whole: a step that follows a load layer by layer would hold
 from moonpool.base.scheduling.latency import load_is_cheaper, prompt_work
 from moonpool.base.scheduling.state_machine import CancelIo, digest_of
 from moonpool.engine.decode.core.actions import BeginPrompt
-from moonpool.engine.decode.core.in_flight import LoadFlight
+from moonpool.engine.decode.core.in_flight import PromptLoadFlight
 from moonpool.engine.decode.core.prompts import PromptQueue
-from moonpool.engine.decode.core.request import DecodeRequest, PromptPrefix, RequestStatus
+from moonpool.engine.decode.core.request import DecodeRequest, PrefixState, RequestStatus
 from moonpool.engine.decode.core.restoring import begin_prompt_here
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.scheduler.prefix_sources import (
     KVSource,
+    KVSources,
     LoadBlocks,
     LoadEnded,
     PrefixLoaded,
     PrefixMiss,
-    PrefixSources,
 )
 
 
@@ -37,7 +37,7 @@ class PromptLoads:
     def __init__(self, state: DecodeState, prompts: PromptQueue) -> None:
         self._state, self._settings, self._prompts = state, state.settings, prompts
         self.loading: list[DecodeRequest] = []
-        self.sources = PrefixSources(state.tracker, state.settings.load_timeout_s)
+        self.sources = KVSources(state.tracker, state.settings.load_timeout_s)
         self.loaded_blocks = 0
 
     def begin(self, request: DecodeRequest, held: int) -> bool:
@@ -46,7 +46,7 @@ class PromptLoads:
         Returns:
             Whether a load has begun; else the prompt is computed behind these blocks.
         """
-        request.prefix = PromptPrefix(held)
+        request.prefix = PrefixState(held)
         if not self._load(request, range(len(request.sources))):
             return False
         request.set_status(RequestStatus.LOADING)
@@ -58,7 +58,7 @@ class PromptLoads:
         self.loading.remove(request)
         self._state.act(CancelIo(request.prefix.io))
 
-    def ended(self, flight: LoadFlight, result: LoadEnded) -> None:
+    def ended(self, flight: PromptLoadFlight, result: LoadEnded) -> None:
         """Note that a load has ended; the request, unless it has ended, computes the rest or loads anew."""
         source, request, state = flight.request.sources[flight.source], flight.request, self._state
         nbytes = self._settings.moved_bytes(flight.wanted)
@@ -103,7 +103,7 @@ class PromptLoads:
             [sequence] = request.sequences
             nbytes, blocks = settings.moved_bytes(end - held), tuple(sequence.table.blocks[held:end])
             state.blocks.give_slots(blocks[-settings.window_blocks :] if settings.window_blocks else ())
-            io = state.ios.begin(LoadFlight(request, index, end - held, (sequence.table,)))
+            io = state.ios.begin(PromptLoadFlight(request, index, end - held, (sequence.table,)))
             request.prefix.io, request.prefix.asked_end = io, end
             timeout_s = self.sources.timeout_s(request.sources[index], nbytes)
             state.act(LoadBlocks(io, request.id, index, held, blocks, timeout_s))
@@ -131,7 +131,7 @@ class PromptLoads:
         }
         for request in self.loading:
             flight = self._state.ios.get(request.prefix.io)
-            assert isinstance(flight, LoadFlight)
+            assert isinstance(flight, PromptLoadFlight)
             assert flight.request is request
 
     def digest(self) -> bytes:

@@ -157,7 +157,7 @@ class PreemptionState:
 
 
 @dataclass(slots=True)
-class PromptPrefix:
+class PrefixState:
     """The leading part of a whole prompt that need not be computed.
 
     Attributes:
@@ -236,7 +236,7 @@ class DecodeRequest:
     turn: QueueKey | None = None
     held_by_stores: tuple[int | None, ...] = ()
     sources: tuple[KVSource, ...] = ()
-    prefix: PromptPrefix = field(default_factory=PromptPrefix)
+    prefix: PrefixState = field(default_factory=PrefixState)
 
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:

@@ -43,7 +43,7 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
-from moonpool.engine.decode.core.in_flight import LoadFlight, ReceiveFlight, SwapFlight, WriteBackFlight
+from moonpool.engine.decode.core.in_flight import PromptLoadFlight, ReceiveFlight, SwapFlight, WriteBackFlight
 from moonpool.engine.decode.core.orphans import OrphanedRequests
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.preemption import PreemptedRequests
@@ -155,8 +155,8 @@ class DecodeScheduler:
 
     def _plan(self) -> None:
         self.planner.plan()
-        while (unbound := self.planner.unbound) is not None:
-            self.planner.unbound = None
+        while (unbound := self.planner.starts.unbound) is not None:
+            self.planner.starts.unbound = None
             self._abort([unbound], NO_PLACE)
             self.planner.plan()
 
@@ -231,7 +231,7 @@ class DecodeScheduler:
 
     def _compute_prompt(self, request: DecodeRequest, event: ComputePrompt) -> None:
         nothing_came = request.status is RequestStatus.PROMISED
-        if nothing_came and event.stream in self._streams and self.planner.compute_prompt(request):
+        if nothing_came and event.stream in self._streams and self.planner.starts.compute_at_once(request):
             request.stream = event.stream
             request.patient = event.patient and not request.tbt_slo_s
             self._leases.clear(request.id)
@@ -269,7 +269,7 @@ class DecodeScheduler:
             request.search.first_candidates = first.candidates
         if all(first.finishes):
             self.write_back.write_window(request, sequence)
-        self.planner.answers_begin(request)
+        self.planner.starts.answers_begin(request)
         request.set_status(RequestStatus.RECEIVED)
         sequence.tokens += 1
         self._begin_answers(request)
@@ -467,7 +467,7 @@ class DecodeScheduler:
                 return
             case SwapFlight(), SwapEnd() as result:
                 self.preempted.swap_ended(pin, result)
-            case LoadFlight(), LoadEnded() as result:
+            case PromptLoadFlight(), LoadEnded() as result:
                 self.planner.loads.ended(pin, result)
             case _ if not isinstance(pin, ReceiveFlight):
                 raise TypeError(f"{event.result} does not answer I/O {event.io}")

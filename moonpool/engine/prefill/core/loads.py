@@ -12,7 +12,7 @@ from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.step_planner import StepPlanner
 from moonpool.engine.prefill.core.transfers import OutgoingTransfers
 from moonpool.engine.scheduler.block_table import BlockTable
-from moonpool.engine.scheduler.prefix_sources import LoadBlocks, LoadEnded, PrefixLoaded, PrefixMiss, PrefixSources
+from moonpool.engine.scheduler.prefix_sources import KVSources, LoadBlocks, LoadEnded, PrefixLoaded, PrefixMiss
 
 
 class PrefixLoads:
@@ -29,7 +29,7 @@ class PrefixLoads:
         self._state = state
         self._steps = steps
         self._sends = sends
-        self.sources = PrefixSources(state.tracker, state.settings.load_timeout_s)
+        self.sources = KVSources(state.tracker, state.settings.load_timeout_s)
         self.undecided: dict[int, None] = {}
         self._in_flight: dict[int, int] = {}  # request of each load
         self.loaded_blocks = 0

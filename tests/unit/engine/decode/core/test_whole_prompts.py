@@ -151,13 +151,14 @@ def test_tenants_get_equal_parts_of_the_time_by_weight() -> None:
 
 
 def test_what_another_prompt_computes_is_waited_for_and_found() -> None:
-    world = World(config(60, max_num_batched_tokens=2 * BT))
+    world = World(config(60, max_num_batched_tokens=20 * BT))
+    blocker = whole(world, prompt(5, 9), 1)
     first = whole(world, prompt(6 * BT), 1)
     second = whole(world, prompt(6 * BT + 5), 1)
     world.step()
-    assert world.core.requests[second].status is QUEUED
+    assert [world.core.requests[number].status for number in (first, second)] == [RECOMPUTING, QUEUED]
     world.work()
-    assert computed_by(world) == {first: 6 * BT, second: 5}
+    assert computed_by(world) == {blocker: 5, first: 6 * BT, second: 5}
     world.assert_at_rest()
 
 
@@ -450,7 +451,7 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
         for other in range(number, number + asked.request.width):
             assert world.heard[other] == world.answers[other]
     planner, preempted = world.core.planner, world.core.preempted
-    print(f"{way}: {planner.prompts_begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
-    assert planner.prompts_begun > 10
+    print(f"{way}: {planner.starts.begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
+    assert planner.starts.begun > 10
     assert loaded > 3
     assert preempted.preemptions > 0
