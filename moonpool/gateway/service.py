@@ -130,7 +130,7 @@ async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> 
         return
 
     async def waiting() -> int:
-        queue = (await handlers.cluster.state()).queue
+        queue = (await handlers.cluster.state_now()).queue
         return queue.for_limits + queue.for_room
 
     with world.thread_pool(1, "batches") as threads:
@@ -143,7 +143,7 @@ async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> 
         finally:
             running.cancel()
             await runner.close()
-            store.close()
+            threads.submit(store.close).result()  # behind what the database still does
 
 
 def tell_formats(tokenizer: GatewayTokenizer) -> None:
@@ -180,7 +180,7 @@ def state_reader(cluster: ClusterStateCache) -> Callable[[], ClusterState | None
 
     def read() -> ClusterState | None:
         try:
-            return asyncio.run_coroutine_threadsafe(cluster.state(), loop).result(SCRAPE_TIMEOUT_S)
+            return asyncio.run_coroutine_threadsafe(cluster.state_now(), loop).result(SCRAPE_TIMEOUT_S)
         except (MoonpoolError, TimeoutError):
             return None
 
