@@ -45,7 +45,8 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
     request = conductor_pb2.GenerateRequest(whole=whole)
     for name in ("tenant", "model", "request_id", "cache_salt"):
         _assign(request, name, given.get(name, ""))
-    _assign(request, "priority", given.get("priority", 0))
+    for name in ("priority", "expected_output_tokens"):
+        _assign(request, name, given.get(name, 0))
     prompt_field = _set_prompt(request, given)
     sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:

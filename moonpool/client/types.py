@@ -84,6 +84,8 @@ class GenerateArguments(TypedDict, total=False):
         priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
         cache_salt: requests with different salts share no KV; "": no salt. At most 256 characters.
         session: the session that the request is a turn of, with what is known about the session; None: no session.
+        expected_output_tokens: tokens that each answer is expected to have, for forecasts; 0: not told. No answer is
+            cut by this number.
         timeout_s: time limit for the request in seconds; None for the client's default.
     """
 
@@ -103,6 +105,7 @@ class GenerateArguments(TypedDict, total=False):
     priority: int
     cache_salt: str
     session: SessionTurn | None
+    expected_output_tokens: int
     timeout_s: float | None
 
 

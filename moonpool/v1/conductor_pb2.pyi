@@ -245,6 +245,7 @@ class GenerateRequest(_message.Message):
     WHOLE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
@@ -261,6 +262,8 @@ class GenerateRequest(_message.Message):
     """The answer is not read token by token: its tokens come together, about once a second and with its end."""
     cache_salt: _builtins.str
     """Requests with different salts share no KV; empty = no salt. Not together with `context`."""
+    expected_output_tokens: _builtins.int
+    """Tokens that each answer is expected to have, a hint for forecasts; 0 = not told. It bounds nothing."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids as they are."""
@@ -309,10 +312,11 @@ class GenerateRequest(_message.Message):
         whole: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         session: Global___SessionTurn | None = ...,
+        expected_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "session", b"session", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "context", b"context", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "context", b"context", "expected_output_tokens", b"expected_output_tokens", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

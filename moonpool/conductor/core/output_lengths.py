@@ -93,8 +93,13 @@ class OutputLengthModel:
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
-    def outlives(self, stratum: Stratum, tokens: float, so_far: float = 0.0) -> float:
-        """Return the probability that an answer that has more than `so_far` tokens has more than `tokens`."""
+    def outlives(self, stratum: Stratum, tokens: float, so_far: float = 0.0, *, told: int = 0) -> float:
+        """Return the probability that an answer that has more than `so_far` tokens has more than `tokens`.
+
+        `told`: length that the client expects, which counts until the answer is longer; 0 = not told.
+        """
+        if told > so_far:
+            return float(tokens < told)
         curve = self._curve(stratum)
         return exp(min(_curve_at(curve, tokens) - _curve_at(curve, so_far), 0.0))
 

@@ -34,6 +34,7 @@ class RequestSpec:
         weight: the tenant's share relative to other tenants.
         needs: sampling options that not every engine has, as far as the request sets them.
         session: what the client says of the session that the request is a turn of; None = nothing.
+        expected_tokens: tokens that the client expects each answer to have; 0 = not told.
     """
 
     number: int
@@ -53,6 +54,7 @@ class RequestSpec:
     weight: float = 1.0
     needs: tuple[str, ...] = ()
     session: SessionTurn | None = None
+    expected_tokens: int = 0
 
     @property
     def queue_key(self) -> QueueKey:

@@ -71,6 +71,7 @@ class RequestBuilder:
             "model": model,
             "cache_salt": body.cache_salt or "",
             "session": body.to_session(checked.session_id),
+            "expected_output_tokens": body.agent_hints.osl or 0,
             "timeout_s": self._timeout_s,
         }
         headers = dict(checked.warning_headers)
