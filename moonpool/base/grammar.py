@@ -261,15 +261,11 @@ class AnswerGrammar:
         self._opening = self.form(forms)
         self._rules.append(rf"FIRST: /(.|\n)*/ & ~/({begins})(.|\n)*/" + self._without_thinking())
 
-    def whole_lark(self, form: str) -> str:
-        """Return the grammar of an answer that is a form, thinking included."""
-        return "\n".join([f"start: {form}", *self._rules])
-
     def forced_lark(self, form: str) -> str:
         """Return the grammar of an answer that is a form, after the thinking."""
         thought = self._thought()
         self._rules.append(r"SPACE: /[ \n\t]{1,4}/")
-        return "\n".join([f"start: {thought} SPACE? {form}" if thought else f"start: {form}", *self._rules])
+        return self.lark_of(f"{thought} SPACE? {form}" if thought else form)
 
     def expression(self, expression: str) -> str:
         """Return what matches a regular expression."""

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.checkpoint import CheckpointReport, inspect_checkpoint, kv_layout, resolve
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress
 from moonpool.cli.stack import StackPlan, setting_of
 from moonpool.engine.emulated.profile import SCHEME
-from moonpool.engine.kernels.weight_file import gives_large_pages
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
+from moonpool.engine.weight_file import gives_large_pages
 
 LEAST_MAPPED_BYTES = 32 << 20
 """Weights of so many bytes are worth a file that engines share, and that later starts find."""
@@ -48,7 +48,13 @@ def decide_engines(plan: StackPlan, *, one_client: bool) -> tuple[StackPlan, str
     Returns:
         The plan with engines "one" or "split", and a sentence for the user: why, and how to change it; "" if the user
         has decided.
+
+    Raises:
+        ConfigError: a single engine is asked for, and prefill has settings of its own.
     """
+    if plan.engines == "one" and (apart := _settings_apart(plan)):
+        why = f"one engine has no prefill instance, which has settings of its own: {apart}; decode's settings count"
+        raise ConfigError("engines", why)
     if plan.engines != "auto":
         return plan, ""
     chosen, why = _chosen_engines(plan, one_client=one_client)

@@ -28,7 +28,8 @@ from moonpool.cli.forks import forked_services
 from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
+from moonpool.cli.supervisor import Supervisor
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.engine.setup import check_engine_installed

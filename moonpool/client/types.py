@@ -83,9 +83,8 @@ class GenerateArguments(TypedDict, total=False):
         context_ttl_s: new time to live of the context in seconds; 0 leaves the time unchanged.
         priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
         cache_salt: requests with different salts share no KV; "": no salt. At most 256 characters.
+        expected_output_tokens: tokens that you expect of the answer, for forecasts of load; bounds nothing. 0: unknown.
         session: the session that the request is a turn of, with what is known about the session; None: no session.
-        expected_output_tokens: tokens that each answer is expected to have, for forecasts; 0: not told. No answer is
-            cut by this number.
         timeout_s: time limit for the request in seconds; None for the client's default.
     """
 
@@ -104,8 +103,8 @@ class GenerateArguments(TypedDict, total=False):
     context_ttl_s: float
     priority: int
     cache_salt: str
-    session: SessionTurn | None
     expected_output_tokens: int
+    session: SessionTurn | None
     timeout_s: float | None
 
 

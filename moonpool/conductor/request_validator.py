@@ -178,10 +178,10 @@ def read_request(
         scored=sampling.scores_prompt if resume is None else resume.unscored,
         resumed=None if resume is None else resume.state,
         priority=message.priority,
-        expected_tokens=message.expected_output_tokens,
         weight=weight_of(message.tenant, served.weights),
         needs=sampling.uncommon if lora is None else (*sampling.uncommon, lora_option(lora.id)),
         session=session_from_proto(message.session) if message.HasField("session") else None,
+        expected_tokens=min(message.expected_output_tokens, sampling.max_tokens),
     )
     return ValidRequest(
         spec=spec,

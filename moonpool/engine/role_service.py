@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import grpc.aio
@@ -11,13 +12,15 @@ import grpc.aio
 from moonpool.base import world
 from moonpool.base.errors import Internal
 from moonpool.base.kv.delete_kv import DeletionLog
-from moonpool.base.kv_transfer.stored_parts import PartedWriter
+from moonpool.base.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
+from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.base.scheduling.block_lending import BlockLending
 from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.base.transport.open_streams import OpenStreams
+from moonpool.engine.block_loader import BlockLoader
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, Handover, InstanceContext, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolCalls, PoolReads
@@ -25,6 +28,8 @@ from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.request import RequestReader
 from moonpool.v1 import kv_pb2
 
+CONNECT_TIMEOUT_S = 2.0
+"""Seconds for a connection to a source of KV."""
 READ_GRACE_S = 3.0
 """Seconds that a draining instance waits for what other instances read."""
 END_S = 2.0
@@ -109,6 +114,17 @@ class RoleService(ABC):
         )
         self.streams = OpenStreams()
         self.closing = asyncio.Event()
+
+    def open_loader(self) -> BlockLoader:
+        """Make the reader of KV from kvstores and other instances; whoever asks closes it."""
+        context, emulated = self.context, self.context.emulated
+
+        def open_reader(address: str, method: ReadMethod) -> BlockReader | PartedReader:
+            source, forgotten = context.endpoint(address, CONNECT_TIMEOUT_S), self.deletions.demanded
+            read = partial(BlockReader, method=method, forgotten=forgotten, offload=self.beside)
+            return PartedReader(source, read) if method is FROM_STORE else read(source)
+
+        return BlockLoader(context.engine, open_reader, context.spans, None if emulated is None else emulated.load_s)
 
     def offer(self, executor: RoleExecutor, manager: BlockManager, lending: BlockLending) -> None:
         """Offer pool and adapters to others, with what the former role has left in them."""

@@ -33,11 +33,11 @@ from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
-from moonpool.engine.kernels.weight_file import in_use
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.request import IncomingRequest
+from moonpool.engine.weight_file import in_use
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WEIGHTS_NAME = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
@@ -160,6 +160,12 @@ class GatewayConfig(ServiceConfig):
         "auto",
         description="marks around the model's thinking, by vLLM's name, for example deepseek_r1, mistral or gemma4; "
         "auto: derived from the chat template; none: the model does not think",
+    )
+
+    embedding_dimensions: Literal["auto", "any", "none"] = Field(
+        "auto",
+        description="sizes to which `dimensions` of a request may cut embeddings; auto: as the checkpoint "
+        "says (is_matryoshka, matryoshka_dimensions); any: any size; none: none",
     )
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.body_limits import BodyMemory, BodyPace
 from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
+from moonpool.gateway.serving.embedding_sizes import EmbeddingSizes
 from moonpool.gateway.serving.envelope import AllowedHosts
 from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
@@ -238,6 +239,7 @@ def gateway_context(
         markdown=MarkdownRenderer(rendering),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
+        embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),
     )
     metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
     return context

@@ -263,7 +263,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Requests with different salts share no KV; empty = no salt. Not together with `context`."""
     expected_output_tokens: _builtins.int
-    """Tokens that each answer is expected to have, a hint for forecasts; 0 = not told. It bounds nothing."""
+    """Tokens that the client expects of the answer: a hint for forecasts of load, which bounds nothing. 0 = unknown."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids as they are."""

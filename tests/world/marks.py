@@ -16,8 +16,8 @@ from moonpool.conductor.core.replication import ReplicatePrefix
 from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS, RequestSpec
 from moonpool.engine.decode.core import actions as decode_actions
 from moonpool.engine.decode.core import events as decode
-from moonpool.engine.prefill.core import actions as prefill_actions
 from moonpool.engine.prefill.core import events as prefill
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.world.clients import Outcome
 
 OF_CONDUCTORS = (
@@ -222,14 +222,14 @@ def _decode_reader(meet: Meet) -> Reader:
 
 
 def _prefill_reader(meet: Meet) -> Reader:
-    sources: dict[int, tuple[prefill.KVSource, ...]] = {}
-    loads: dict[int, prefill.KVSource] = {}
+    sources: dict[int, tuple[KVSource, ...]] = {}
+    loads: dict[int, KVSource] = {}
 
     def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
         match entry.event:
             case prefill.AddRequest():
                 sources[entry.event.id] = entry.event.sources
-            case IoEnded(io=io, result=prefill.LoadEnded() as load) if io in loads:
+            case IoEnded(io=io, result=LoadEnded() as load) if io in loads:
                 if load.missing is not None or load.failed:
                     meet("a load is cut short")
                 elif load.blocks:
@@ -237,7 +237,7 @@ def _prefill_reader(meet: Meet) -> Reader:
             case IoEnded(result=prefill.IoFailed(damaged_block=int())):
                 meet("a transfer's frame is damaged")
         for action in actions:
-            if isinstance(action, prefill_actions.LoadBlocks) and action.id in sources:
+            if isinstance(action, LoadBlocks) and action.id in sources:
                 loads[action.io] = sources[action.id][action.source]
 
     return read

@@ -107,6 +107,8 @@ class StormPlan:
     stages: int = 1
     durability: str = "process"
     rerun: bool = True
+    both: bool = False
+    """No prefill instance: three decode instances compute the prompts."""
 
     @classmethod
     def drawn(cls, seed: int, seconds: float, *, rerun: bool = True) -> StormPlan:
@@ -126,6 +128,12 @@ class StormPlan:
 
     def flags(self) -> dict[str, list[str]]:
         """Flags of the services: pools and tiers are small, so that requests wait and blocks are evicted."""
+        flags = self._flags()
+        if self.both:
+            flags["decode"] += ["--set", "computes_prompts=true"]
+        return flags
+
+    def _flags(self) -> dict[str, list[str]]:
         engine, stages = ["--block-size", str(BLOCK)], ["--pipeline-parallel-size", str(self.stages)]
         store = ["--ssd-bytes", "16MiB", "--durability", self.durability]
         if self.computes:
@@ -157,7 +165,8 @@ class Storm:
         self._model = checkpoint if plan.computes else Path(MODEL)
         self._judge = _judge(plan, checkpoint)
         self._tokenizer = Tokenizer.load(self._model)
-        counts = {"conductor": plan.conductors, "kvstore": 2, "prefill": 2, "decode": 2}
+        engines = {"prefill": 0, "decode": 3} if plan.both else {"prefill": 2, "decode": 2}
+        counts = {"conductor": plan.conductors, "kvstore": 2, **engines}
         self.cluster = Cluster(simulation, counts, plan.flags(), checkpoint=checkpoint if plan.computes else None)
         drawn = random.Random(f"storm {plan.seed}")
         for service in self.cluster.services.values():
@@ -627,6 +636,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="how long faults happen in each, virtual time")
     parser.add_argument("--gap-s", type=float, help="mean seconds between two faults; default: by the seed")
     parser.add_argument("--engine", choices=("emulated", "computed"), help="default: by the seed")
+    parser.add_argument("--both", action="store_true", help="without prefill: decode instances compute the prompts")
     parser.add_argument("--trace", action="store_true", help="show faults and errors")
     parser.add_argument("--log", help="file for all messages of one storm, a line each")
     args = parser.parse_args()
@@ -645,6 +655,7 @@ def main() -> None:
                 plan = replace(plan, computes=args.engine == "computed")
             if args.gap_s:
                 plan = replace(plan, faults=FaultPlan(args.gap_s))
+            plan = replace(plan, both=args.both)
             error, result = forked(partial(run_storm, plan, checkpoint))
             result = result or {"bad": [error], "marks": {}, "story": []}
             story, met, done = result.pop("story"), result.pop("marks"), done + 1
@@ -657,6 +668,7 @@ def main() -> None:
                 again = f"python -m tests.world.storm --seed {seed} --seconds {args.seconds:g}"
                 again += f" --engine {args.engine}" if args.engine else ""
                 again += f" --gap-s {args.gap_s:g}" if args.gap_s else ""
+                again += " --both" if args.both else ""
                 print(f"repeat with: {again}", file=sys.stderr, flush=True)
             of = f"{args.minutes:g} min" if args.minutes else args.storms
             print(f"{done} of {of}: {failed} failed, {minutes:.1f} min", file=sys.stderr, flush=True)

@@ -65,20 +65,23 @@ async def change(cluster: Cluster, client: AsyncClient, drawn: random.Random) ->
 
 
 @pytest.mark.parametrize(
-    ("seed", "drain_s"),
+    ("seed", "drain_s", "killed"),
     [
-        (1, 4.0),
-        pytest.param(2, 4.0, marks=pytest.mark.slow),
-        (3, 0.1),
-        pytest.param(4, 0.1, marks=pytest.mark.slow),
-        pytest.param(5, 1.0, marks=pytest.mark.slow),
+        (1, 4.0, ()),
+        (3, 0.1, ()),
+        pytest.param(4, 0.1, (), marks=pytest.mark.slow),
+        pytest.param(5, 1.0, ("conductor-1",), marks=pytest.mark.slow),
+        pytest.param(6, 1.0, ("kvstore-0", "decode-1"), marks=pytest.mark.slow),
     ],
 )
 @on_virtual_time
 async def test_roles_change_while_clients_ask(
-    simulation: Simulation, tmp_path: Path, seed: int, drain_s: float
+    simulation: Simulation, tmp_path: Path, seed: int, drain_s: float, killed: tuple[str, ...]
 ) -> None:
-    """Answers are whole, also if instances give up what does not end in time; all that was held comes back."""
+    """Answers are whole, also if instances give up what does not end in time; all that was held comes back.
+
+    `killed`: services that are killed meanwhile, and start again.
+    """
     flags = {kind: [*given, "--set", f"drain_s={drain_s}"] for kind, given in FLAGS.items()}
     cluster = Cluster(simulation, {"conductor": 2, "prefill": 2, "decode": 2, "kvstore": 1}, flags)
     for service in cluster.services.values():
@@ -90,8 +93,12 @@ async def test_roles_change_while_clients_ask(
     async with AsyncClient(cluster.addresses) as client:
         asking = [asyncio.ensure_future(ask(client, number, stop)) for number in range(CLIENTS)]
         changed = set()
-        for _ in range(CHANGES):
+        for number in range(CHANGES):
             await asyncio.sleep(drawn.uniform(0.0, 2.0))
+            if killed and number % 3 == 2:
+                service = cluster.services[killed[number // 3 % len(killed)]]
+                service.kill()
+                await service.start()
             changed.add(await change(cluster, client, drawn))
         stop.set()
         assert min(await asyncio.gather(*asking)) > 0
@@ -99,7 +106,9 @@ async def test_roles_change_while_clients_ask(
         for name, kind in (await kinds(client)).items():
             cluster.services[name].kind_now = kind
         await cluster.rest()
-    assert {name: service.address for name, service in cluster.services.items()} == addresses
+    assert {name: cluster.services[name].address for name in addresses if name not in killed} == {
+        name: address for name, address in addresses.items() if name not in killed
+    }
     assert not any(service.task.done() for service in cluster.services.values())
     await cluster.drain()
     assert check_journals(tmp_path) > 0

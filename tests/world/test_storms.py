@@ -45,6 +45,12 @@ def test_storms_keep_every_promise() -> None:
     assert [mark for mark in SOON if not paths[mark]] == []
 
 
+@pytest.mark.timeout(400)
+def test_storms_of_instances_in_the_role_both() -> None:
+    results, _ = storms(1, 2, SECONDS, "--gap-s", str(GAP_S), "--both", "--engine", "emulated")
+    assert all(result["outcomes"]["complete"] for result in results)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_storms_meet_every_path() -> None:

@@ -19,6 +19,7 @@ from moonpool.base.answer_formats import found_format
 from moonpool.base.checkpoint.generic_tools import with_generic_tools
 from moonpool.base.checkpoint.past_calls import past_arguments
 from moonpool.base.checkpoint.past_ids import with_own_ids
+from moonpool.base.checkpoint.past_thinking import names_thinking, with_thinking
 from moonpool.base.checkpoint.template_sandbox import TemplateSandbox, begin_rendering, bounded_text
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
@@ -179,6 +180,7 @@ class ChatTemplates:
         self.tool_use = ChatTemplate(sources["tool_use"], special) if "tool_use" in sources else self.default
         self._control = control
         self._row = found_format(self.tool_use.source).row
+        self._names_thinking = names_thinking(self.tool_use.source)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -200,6 +202,8 @@ class ChatTemplates:
             if name in _RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"cannot set {name}")
         turns = with_own_ids([_plain_json(message) for message in messages], self._row)
+        if self._names_thinking:
+            turns = [with_thinking(turn) for turn in turns]
         offered = _plain_json(tools)
         kwargs = _plain_json(options.template_kwargs)
         begin, end, stop = self._control.choose_marks(json.dumps([turns, offered, kwargs], ensure_ascii=False))

@@ -126,6 +126,15 @@ class FairShares:
             else:
                 heappop(heap)
 
+    def order_unsorted(self, entries: Iterable[QueueEntry]) -> Iterator[QueueEntry]:
+        """As `order`, for items in any order."""
+        queues: dict[str, list[QueueEntry]] = {}
+        for entry in entries:
+            queues.setdefault(entry.key.tenant, []).append(entry)
+        for queue in queues.values():
+            queue.sort(key=lambda entry: entry.key.order_in_tenant)
+        return self.order(queues.values())
+
     def digest(self) -> bytes:
         return digest_of(self._times, self._least, self._idle_at)
 

@@ -95,8 +95,7 @@ class AdmissionGate:
             return self._forecasts.tbt_now(option.id, _joining(decision))
         if option.tbt_s <= limit_s:  # even if all present and expected sequences stayed: no costly forecast is needed
             return option.tbt_s
-        told, at = decision.demand.expected_tokens, now + decision.prefill.ttft_s
-        return self._forecasts.tbt_at(option.id, _joining(decision), stratum, now, at, told=told)
+        return self._forecasts.tbt_at(option.id, _joining(decision), stratum, now, now + decision.prefill.ttft_s)
 
     def _too_slow(
         self, limit_s: float, decision: RoutingDecision, stratum: Stratum, now: float, best_tbt_s: float
@@ -115,12 +114,11 @@ class AdmissionGate:
 
     def _retry_after_s(self, limit_s: float, decision: RoutingDecision, stratum: Stratum, now: float) -> float:
         """Return the seconds until a decode instance is expected to keep the limit."""
-        later_s, joining, told = MIN_RETRY_S, _joining(decision), decision.demand.expected_tokens
+        later_s, joining = MIN_RETRY_S, _joining(decision)
         while later_s < HOPELESS_RETRY_S:
             at = now + decision.prefill.ttft_s + later_s
             if any(
-                self._forecasts.tbt_at(option.id, joining, stratum, now, at, told=told) <= limit_s
-                for option in decision.decodes
+                self._forecasts.tbt_at(option.id, joining, stratum, now, at) <= limit_s for option in decision.decodes
             ):
                 return later_s
             later_s *= 2  # each look is a forecast: a rough time is enough for a retry

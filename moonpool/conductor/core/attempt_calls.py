@@ -152,7 +152,6 @@ class AttemptCalls:
             spec.stratum,
             begins_at,
             prompt_s=decision.prefill.prefill_s if decision.at_decode else 0.0,
-            expected_tokens=spec.expected_tokens,
         )
         claim = self._cluster.claim_decode(choice.id, answer)
         epoch = self._cluster.epoch(choice.id)
@@ -336,7 +335,6 @@ class AttemptCalls:
         assert target is not None
         context = (spec.prompt_tokens + request.tokens) * spec.choices
         answer = PlacedAnswer(context, 0, spec.choices, spec.stratum, now, request.tokens, number=0)
-        answer.expected_tokens = spec.expected_tokens
         claim = self._cluster.claim_decode(target.decode, answer)
         request.followed_call = self.open.begin(
             OpenCall(CallKind.TAKE_OVER, spec.number, resumed.sequence, target.decode, target.epoch, claim)

@@ -170,7 +170,6 @@ class PlacedAnswer:
         context_tokens, blocks: of all answers together, as they were placed.
         sequences: number of answers.
         stratum: stratum whose forecasts for answer lengths apply.
-        expected_tokens: length that the client expects of each answer; 0 = not told.
         reported_at: time of `generated`; time at which the answer is expected to begin while that is 0.
         generated: tokens so far.
         number: the instance's own number of the reservation; 0 = the instance gives no number, None = not known yet.
@@ -187,4 +186,3 @@ class PlacedAnswer:
     number: int | None = None
     covered: bool = False
     prompt_s: float = 0.0
-    expected_tokens: int = 0

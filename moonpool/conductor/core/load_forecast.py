@@ -40,14 +40,12 @@ class LoadForecaster:
         instance = self._decodes.get(decode)
         return forecast_step_seconds(instance, load_now(instance), joining) if instance is not None else 0.0
 
-    def tbt_at(
-        self, decode: str, joining: LoadForecast, stratum: Stratum, now: float, at: float, *, told: int = 0
-    ) -> float:
+    def tbt_at(self, decode: str, joining: LoadForecast, stratum: Stratum, now: float, at: float) -> float:
         """Return the seconds between tokens if `joining` joins what is expected to run there at the time `at`.
 
         The longest over `at` and the later times at which sequences with a reservation begin: these would become too
         slow if only the time `at` counted. `joining` counts there by the probability that the load still runs, as an
-        answer from the stratum, or of the told length.
+        answer from the stratum.
         """
         instance = self._decodes.get(decode)
         if instance is None:
@@ -60,7 +58,7 @@ class LoadForecaster:
             if not answer.generated and answer.reported_at > at
         ]
         for time in thin_out(later, FORECAST_POINTS) if step_s else ():
-            share = self.lengths.outlives(stratum, (time - at) / step_s, told=told)
+            share = self.lengths.outlives(stratum, (time - at) / step_s)
             left = LoadForecast(share * joining.sequences, share * joining.context_tokens)
             step_s = max(step_s, forecast_step_seconds(instance, load_at(instance, self.lengths, now, time), left))
         return step_s
@@ -119,7 +117,7 @@ def _answer_at(
         return 0.0, 0.0
     tokens = answer.generated + (at - since) / step_s
     so_far = answer.generated + (now - since) / step_s if answer.generated else 0.0
-    return tokens, lengths.outlives(answer.stratum, tokens, so_far, told=answer.expected_tokens)
+    return tokens, lengths.outlives(answer.stratum, tokens, so_far)
 
 
 def forecast_step_seconds(

@@ -10,7 +10,17 @@ from math import exp, log
 from moonpool.base.scheduling.state_machine import digest_of
 
 Stratum = tuple[str, ...]
-"""() is all requests, (tenant,) a tenant."""
+"""() is all requests, (tenant,) a tenant, (tenant, hint) a tenant's requests that expect about so many tokens."""
+HINT_MARK = "~"
+"""Before the tokens of a hint."""
+
+
+def hinted(tenant: str, tokens: int) -> Stratum:
+    """Return the stratum of a tenant's requests; `tokens`: what the client expects of the answer, 0 = nothing.
+
+    Hints within a factor of two share a stratum, so that what such answers really become is learnt soon.
+    """
+    return (tenant, f"{HINT_MARK}{1 << (tokens - 1).bit_length()}") if tokens else (tenant,)
 
 
 def _length_bounds() -> tuple[int, ...]:
@@ -26,6 +36,7 @@ LENGTH_WINDOW = 1024
 """Answers after which the counts of a stratum are halved, so that old answers fade."""
 MAX_STRATA = 4096
 """Most strata; those that began an answer least recently are forgotten."""
+HINT_LEVEL = 2
 MIN_LOG_SURVIVAL = -30.0
 """Logarithm of the least probability for outliving an interval: a product of such is still a number."""
 CURVE_REFRESH = 32
@@ -40,8 +51,7 @@ class OutputLengthModel:
     """
 
     def __init__(self, assumed: int = 256) -> None:
-        widths = [bound - before for before, bound in zip((0, *LENGTH_BOUNDS), LENGTH_BOUNDS, strict=False)]
-        self._prior = tuple([max(-width / assumed, MIN_LOG_SURVIVAL) for width in widths])
+        self._prior = _exponential(assumed)
         self._counts: OrderedDict[Stratum, _LengthCounts] = OrderedDict({(): _LengthCounts()})
         self._running: dict[int, _RunningAnswer] = {}
         self._curves: dict[Stratum, tuple[int, tuple[float, ...]]] = {}
@@ -93,19 +103,15 @@ class OutputLengthModel:
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
-    def outlives(self, stratum: Stratum, tokens: float, so_far: float = 0.0, *, told: int = 0) -> float:
-        """Return the probability that an answer that has more than `so_far` tokens has more than `tokens`.
-
-        `told`: length that the client expects, which counts until the answer is longer; 0 = not told.
-        """
-        if told > so_far:
-            return float(tokens < told)
+    def outlives(self, stratum: Stratum, tokens: float, so_far: float = 0.0) -> float:
+        """Return the probability that an answer that has more than `so_far` tokens has more than `tokens`."""
         curve = self._curve(stratum)
         return exp(min(_curve_at(curve, tokens) - _curve_at(curve, so_far), 0.0))
 
     def _curve(self, stratum: Stratum) -> tuple[float, ...]:
         """Return logarithm of the probability for outliving each bound, and 0 before the first."""
-        while stratum not in self._counts:
+        hint = _hint(stratum)
+        while stratum not in self._counts and not (hint and len(stratum) == HINT_LEVEL):
             stratum = stratum[:-1]
         total = self._counts[()].total
         known = self._curves.get(stratum)
@@ -113,12 +119,14 @@ class OutputLengthModel:
             return known[1]
         steps = self._prior
         for level in reversed(_with_parents(stratum)):
+            steps = _exponential(hint) if hint and len(level) == HINT_LEVEL else steps
             steps = self._steps(level, steps) if level in self._counts else steps
         curve, height = [0.0], 0.0
         for step in steps:
             height += step
             curve.append(height)
-        self._curves[stratum] = total, tuple(curve)
+        if stratum in self._counts:
+            self._curves[stratum] = total, tuple(curve)
         return tuple(curve)
 
     def _steps(self, stratum: Stratum, parent: tuple[float, ...]) -> tuple[float, ...]:
@@ -169,6 +177,18 @@ class _LengthCounts:
 class _RunningAnswer:
     stratum: Stratum
     interval: int = 0
+
+
+def _exponential(mean: int) -> tuple[float, ...]:
+    """Return the logarithms of the probabilities for outliving each interval, of lengths with this mean."""
+    widths = [bound - before for before, bound in zip((0, *LENGTH_BOUNDS), LENGTH_BOUNDS, strict=False)]
+    return tuple([max(-width / mean, MIN_LOG_SURVIVAL) for width in widths])
+
+
+def _hint(stratum: Stratum) -> int:
+    """Return the tokens that a stratum's requests expect; 0 = they expect nothing."""
+    named = stratum[1] if len(stratum) == HINT_LEVEL else ""
+    return int(named.removeprefix(HINT_MARK)) if named.startswith(HINT_MARK) else 0
 
 
 def _with_parents(stratum: Stratum) -> list[Stratum]:

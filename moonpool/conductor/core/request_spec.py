@@ -5,7 +5,7 @@ from __future__ import annotations
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.sessions import SessionTurn
-from moonpool.conductor.core.output_lengths import Stratum
+from moonpool.conductor.core.output_lengths import Stratum, hinted
 
 ATTEMPT_MARK = "~"  # separates a request's id from the number of the attempt in the ids that engines see
 MIN_KNOWN_TOKENS = 4
@@ -33,8 +33,8 @@ class RequestSpec:
         priority: among the tenant's requests; lower ones go first.
         weight: the tenant's share relative to other tenants.
         needs: sampling options that not every engine has, as far as the request sets them.
+        expected_tokens: tokens that the client expects of the answer; 0 = the client says nothing.
         session: what the client says of the session that the request is a turn of; None = nothing.
-        expected_tokens: tokens that the client expects each answer to have; 0 = not told.
     """
 
     number: int
@@ -68,7 +68,7 @@ class RequestSpec:
     @property
     def stratum(self) -> Stratum:
         """Requests that share forecasts of the answer's length."""
-        return (self.tenant,)
+        return hinted(self.tenant, self.expected_tokens)
 
 
 @frozen

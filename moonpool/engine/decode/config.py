@@ -40,6 +40,7 @@ class DecodeConfig(EngineConfig):
     )
     num_continuous_decode_steps: int = stated(DecodeSettings, "num_continuous_decode_steps")
     chunked_prefill_size: int = stated(DecodeSettings, "chunked_prefill_size")
+    load_timeout_s: float = stated(DecodeSettings, "load_timeout_s")
     assumed_answer_tokens: int = stated(DecodeSettings, "assumed_answer_tokens")
     grace_s: float = stated(DecodeSettings, "grace_s")
     log_ttl_s: float = stated(DecodeSettings, "log_ttl_s")

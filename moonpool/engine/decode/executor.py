@@ -13,7 +13,9 @@ from moonpool.base.runtime.driver import Driver
 from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
+from moonpool.base.scheduling.state_machine import CancelIo
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.engine.block_loader import BlockLoader, BlockRead
 from moonpool.engine.decode.core.actions import (
     Action,
     AnswersRanked,
@@ -72,6 +74,7 @@ from moonpool.engine.decode.speculation import DraftPlanner
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.kv_service import PoolCalls
 from moonpool.engine.request import IncomingRequest
+from moonpool.engine.scheduler.prefix_sources import LoadBlocks
 from moonpool.engine.subscriber import Order, Subscriber, conductor_identity
 from moonpool.v1 import decode_pb2, kv_pb2
 
@@ -108,6 +111,7 @@ class DecodeExecutor:
         core: the scheduler.
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
+        loading: reads prefixes of prompts.
         drafting: which guesses are made.
 
     Attributes:
@@ -126,6 +130,7 @@ class DecodeExecutor:
         core: DecodeScheduler,
         parts: ExecutorParts,
         max_tokens: int,
+        loading: BlockLoader,
         *,
         drafting: Drafting = NGRAM_DRAFTING,
     ) -> None:
@@ -151,7 +156,7 @@ class DecodeExecutor:
             recent=self.recent,
         )
         self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts, drafting.model)
-        self.io = BlockIo(parts, self._post)
+        self.io = BlockIo(parts, loading, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -300,7 +305,8 @@ class DecodeExecutor:
                 live.compute(message, self._clock())
                 order: Event = ComputePrompt(live.id, stream, live.gather)
                 if live.prompt is not None:
-                    order = QueuePrompt(live.id, stream, live.gather, message.delay_s, tuple(message.held_blocks))
+                    held, sources = tuple(message.held_blocks), live.prompt.kv_sources()
+                    order = QueuePrompt(live.id, stream, live.gather, message.delay_s, held, sources)
                 self._order(order)
                 return
             finishes, candidates = live.begin(message, self._max_tokens)
@@ -414,10 +420,22 @@ class DecodeExecutor:
                 self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.io.swap(action)
+            case LoadBlocks() | CancelIo():
+                self._load(action)
             case StopReceiving(_, number):
                 self.io.stop(action, self._live.requests[number])
             case MoveSlots() | KVDeleted() | BlocksLent():
                 self._move_or_answer(action)
+
+    def _load(self, action: LoadBlocks | CancelIo) -> None:
+        """Load a prompt's prefix, or stop loading."""
+        if isinstance(action, CancelIo):
+            self.io.cancel(action.io)
+            return
+        live = self._live.requests[action.id]
+        assert live.prompt is not None, "only whole prompts are loaded"
+        source = live.prompt.sources[action.source].instance
+        self.io.load(action.io, BlockRead.of_prompt(action, live.incoming, source, live.prompt.note_load))
 
     def _note(self, action: AppendBlock | SetBlockTable | BeginPrompt) -> None:
         """Note what a sequence has now."""
@@ -428,7 +446,7 @@ class DecodeExecutor:
             case SetBlockTable(_, blocks):
                 sequence.set_table(blocks)
             case BeginPrompt() if sequence.request.prompt is not None:
-                sequence.request.prompt.begin(action)
+                sequence.request.prompt.told = action
 
     def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
         """Move window blocks in the pool, or take the answer to an order about the pool."""

@@ -1,4 +1,4 @@
-"""Moves KV blocks out of the pool and back: write-back to kvstores, and swapping to DRAM."""
+"""Moves KV blocks out of the pool and into it: write-back to kvstores, swapping to DRAM, loads of prefixes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.engine.block_loader import BlockLoader, BlockRead
 from moonpool.engine.decode.core.actions import StopReceiving, StoreBlock, SwapDrop, SwapIn, SwapOut
 from moonpool.engine.decode.core.events import IoEnd, ReceiveEnd, StoreEnd, SwapEnd
 from moonpool.engine.decode.live_requests import LiveRequest, LiveSequence
 from moonpool.engine.instance import ExecutorParts
+from moonpool.engine.scheduler.prefix_sources import LoadEnded
 
 _SwappedBlock = list[tuple[bytes, int] | None]  # a slice and its hash for each layer, None if the block lacks the slice
 log = get_logger(__name__)
@@ -54,12 +56,14 @@ class BlockIo:
 
     Args:
         parts: the engine with the pool, the write-back and the clock.
+        loading: reads prefixes.
         post: tells the scheduler.
     """
 
-    def __init__(self, parts: ExecutorParts, post: Callable[[IoEnded[IoEnd]], None]) -> None:
+    def __init__(self, parts: ExecutorParts, loading: BlockLoader, post: Callable[[IoEnded[IoEnd]], None]) -> None:
         self._clock, self._write_back, self._engine = parts.clock, parts.write_back, parts.engine
-        self._post = post
+        self._post, self._loading = post, loading
+        self._loads: dict[int, asyncio.Task[LoadEnded]] = {}
         self._space = SwapSpace(parts.engine.pool)
         self._copying: dict[asyncio.Task[None], None] = {}
         self._copied_at = 0.0
@@ -94,10 +98,38 @@ class BlockIo:
             case SwapDrop(number):
                 self._space.drop(number)
 
+    def load(self, io: int, read: BlockRead) -> None:
+        """Read a prompt's prefix, up to where steps compute."""
+
+        async def load() -> LoadEnded:
+            ended = await self._loading.load(read, lambda _: None)
+            coming = self._engine.load() if ended.blocks else None
+            if coming is not None:
+                await coming
+            return ended
+
+        task = self._loads[io] = asyncio.get_running_loop().create_task(load())
+        # Not a `finally` in the task: a task cancelled before the first step never reaches a `finally`.
+        task.add_done_callback(lambda done: self._loaded(io, done))
+
+    def cancel(self, io: int) -> None:
+        """Stop a load, if it has not ended."""
+        if (task := self._loads.get(io)) is not None:
+            task.cancel()
+
+    def _loaded(self, io: int, done: "asyncio.Task[LoadEnded]") -> None:
+        del self._loads[io]
+        if done.cancelled():
+            self._post(IoEnded(io, LoadEnded(0)))
+            return
+        if (defect := done.exception()) is not None:  # the prompt is computed
+            log.error("loading a prefix failed", io=io, error=repr(defect))
+        self._post(IoEnded(io, done.result() if defect is None else LoadEnded(0, failed=True)))
+
     async def quiet(self) -> None:
-        """Wait until no copy uses the pool."""
-        while self._copying:
-            await asyncio.wait(self._copying)
+        """Wait until no copy and no load uses the pool."""
+        while working := [*self._copying, *self._loads.values()]:
+            await asyncio.wait(working)
 
     def _copy(self, io: int, work: Callable[[], None], fetch: Sequence[int] = ()) -> None:
         """Make a copy in a thread, after the blocks `fetch` were fetched into the pool."""

@@ -62,10 +62,12 @@ class DecodeInstance(RoleService):
         if context.emulated is not None:
             context.emulated.decodes = True
         self.core = DecodeScheduler(core_settings(context, config))
+        self.loading = self.open_loader()
         self.executor = DecodeExecutor(
             self.core,
             ExecutorParts(context.engine, self.write_back, context.spans, context.notify, config.journal()),
             context.setup.max_tokens,
+            self.loading,
             drafting=Drafting(
                 always=config.speculative not in ("auto", "off"),
                 ngram=config.speculative != "draft",
@@ -105,7 +107,8 @@ class DecodeInstance(RoleService):
             subscriber.close()
 
     async def close(self) -> None:
-        """Others open this role's streams, and have ended them."""
+        """Close the streams that prefixes are read on; others open the rest, and have ended them."""
+        await self.loading.aclose()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         """Refuse: decode keeps no replicas, and no conductor orders a replica."""
@@ -282,7 +285,23 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     counter(
         "prompts_computed_total",
         "Prompts with their remainder computed here.",
-        lambda instance: instance.core.planner.prompts_begun,
+        lambda instance: instance.core.planner.starts.begun,
+    ),
+    counter(
+        "load_blocks_total",
+        "Blocks of prompts' prefixes loaded from kvstores and other instances.",
+        lambda instance: instance.core.planner.loads.loaded_blocks,
+    ),
+    counter(
+        "load_failures_total",
+        "Loads that failed for another reason than missing or damaged blocks.",
+        lambda instance: instance.core.planner.loads.sources.failures,
+    ),
+    Metric(
+        "prompts_waiting",
+        "Whole prompts that wait for their turn to be computed here.",
+        lambda instance: len(instance.core.planner.prompts),
+        0,
     ),
     counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda instance: instance.received_bytes),
     counter("stray_frames_total", "Frames that belonged to no transfer.", lambda instance: instance.stray_frames),

@@ -28,7 +28,6 @@ from moonpool.engine.kernels.arranged_weights import ArrangedWeight, recorded_we
 from moonpool.engine.kernels.int8_head import Int8Head, make_int8_head
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.kernels.native import library
-from moonpool.engine.kernels.weight_file import WeightFile
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
@@ -52,6 +51,7 @@ from moonpool.engine.models.weights import (
     PerLayerWeights,
     WeightNotes,
 )
+from moonpool.engine.weight_file import WeightFile
 from moonpool.engine.weights.linear import Linear, LinearWeight
 from moonpool.engine.weights.packing import PACKERS, Packer, pack_int8, packed_if_it_fits
 

@@ -18,12 +18,14 @@ from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.engine.block_loader import BlockLoader, BlockRead
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.kv_service import PoolCalls
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
-from moonpool.engine.prefill.kv_io import BlockLoader, BlockRead, KVSender, ReplicationOrders
+from moonpool.engine.prefill.kv_io import KVSender, ReplicationOrders
 from moonpool.engine.prefill.live_requests import LivePrefill
+from moonpool.engine.scheduler.prefix_sources import LoadBlocks, LoadEnded
 from moonpool.v1 import prefill_pb2
 
 log = get_logger(__name__)
@@ -158,12 +160,12 @@ class PrefillExecutor:
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
             case actions.ReadReplica():
-                self._begin(action.io, self.copying.work(action), events.LoadEnded(0))
+                self._begin(action.io, self.copying.work(action), LoadEnded(0))
             case actions.EndReplication(number):
                 self.copying.ended(number)
             case actions.CloseTransfer():
                 self._sending.close(action.id, aborted=action.aborted)
-            case actions.LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
+            case LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
                 self._move(action, self._requests[action.id])
             case _:
                 self._answer(action, self._requests[action.id])
@@ -180,14 +182,16 @@ class PrefillExecutor:
 
     def _move(
         self,
-        action: actions.LoadBlocks | actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict,
+        action: LoadBlocks | actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict,
         request: LivePrefill,
     ) -> None:
         """Load or send KV."""
         match action:
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 loaded = partial(self._layer_loaded, action.io)
-                work: IoWork = partial(self._loading.load, BlockRead.of_request(action, request), loaded)
+                source = request.sources[action.source].instance
+                read = BlockRead.of_prompt(action, request.incoming, source, request.note_load)
+                work: IoWork = partial(self._loading.load, read, loaded)
             case actions.OpenTransfer():
                 work = partial(self._sending.open, request)
             case actions.SendSlices():
@@ -196,9 +200,9 @@ class PrefillExecutor:
                 work = partial(self._sending.verdict, request, action.timeout_s)
         lost: events.IoResult = events.IoFailed()
         failed: events.IoResult = events.IoFailed()
-        if isinstance(action, actions.LoadBlocks):
+        if isinstance(action, LoadBlocks):
             # The source of a load that was given up is fine.
-            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)
+            lost, failed = LoadEnded(0), LoadEnded(0, failed=True)
         self._begin(action.io, partial(_result_of, request, work, failed), lost)
 
     def _answer(self, action: actions.PrefillAnswer, request: LivePrefill) -> None:

@@ -11,15 +11,20 @@ from moonpool.base.contracts import logprobs_to_proto
 from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.steps import SampledCandidates, StepResult, TokenHistory
-from moonpool.engine.prefill.core.actions import ChunkOrder, ReportFirstToken
-from moonpool.engine.prefill.core.events import AddRequest, KVSource, WriteBackTarget
+from moonpool.engine.block_loader import check_source_kind, kv_source
+from moonpool.engine.prefill.core.actions import (
+    ChunkOrder,
+    ReportFirstToken,
+)
+from moonpool.engine.prefill.core.events import (
+    AddRequest,
+    WriteBackTarget,
+)
 from moonpool.engine.request import IncomingRequest
 from moonpool.v1 import kv_pb2, prefill_pb2
 
 MAX_EVENTS = 8
 MAX_STORES = 16
-SOURCE_KINDS = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
-"""Kinds of instances that a prefix is loaded from."""
 MAX_CHUNKS = 256
 """Most steps with reported times."""
 
@@ -199,7 +204,7 @@ def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest
             raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.spec.keys)}")
     if request.HasField("source"):
         check_instance(request.source.instance, "source.instance")
-        _check_kind("source", request.source)
+        check_source_kind("source", request.source)
     if request.HasField("write_back"):
         check_instance(request.write_back, "write_back")
     if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
@@ -208,19 +213,8 @@ def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest
         raise InvalidRequest("delay_s", f"must be a number of at least 0, is {request.delay_s}")
     _check_stores("other_sources", request.other_sources)
     for index, source in enumerate(request.other_sources):
-        _check_kind(f"other_sources[{index}]", source)
+        check_source_kind(f"other_sources[{index}]", source)
     _check_stores("replicas", request.replicas)
-
-
-def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
-    if source.instance.kind not in SOURCE_KINDS:
-        raise InvalidRequest(f"{field}.instance.kind", "must be kvstore, prefill or decode")
-
-
-def kv_source(instance: kv_pb2.Instance, blocks: int) -> KVSource:
-    """Return an instance as a source. A restarted instance is a new source: past failures do not count."""
-    peer = instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
-    return KVSource(f"{instance.id} {instance.epoch}", blocks, peer)
 
 
 def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:

@@ -2,16 +2,13 @@
 
 import itertools
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from moonpool.base import world
 from moonpool.base.cluster.proto_conversion import speeds_to_proto
-from moonpool.base.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.base.kv_transfer.sender import TransferSender
-from moonpool.base.kv_transfer.stored_parts import PartedReader
 from moonpool.base.rpc.server import Service
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.settings import stated_values
@@ -22,7 +19,7 @@ from moonpool.engine.prefill.core.events import CancelPrefill, Drain
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.engine.prefill.executor import PrefillExecutor
-from moonpool.engine.prefill.kv_io import BlockLoader, KVSender
+from moonpool.engine.prefill.kv_io import KVSender
 from moonpool.engine.prefill.live_requests import LivePrefill, check_prefill
 from moonpool.engine.role_service import PoolServicer, RoleService
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
@@ -47,9 +44,7 @@ class PrefillInstance(RoleService):
         self._numbers = itertools.count(1)
         self.core = PrefillScheduler(_prefill_settings(context, config), context.speeds)
         self.sending = KVSender(engine, self._open_sender, context.spans)
-        self.loading = BlockLoader(
-            engine, self._open_reader, context.spans, None if emulated is None else emulated.load_s
-        )
+        self.loading = self.open_loader()
         if emulated is not None:
             emulated.decodes = False
         self.executor = PrefillExecutor(
@@ -129,11 +124,6 @@ class PrefillInstance(RoleService):
     def _open_sender(self, address: str) -> TransferSender:
         return TransferSender(self.context.endpoint(address, CONNECT_TIMEOUT_S))
 
-    def _open_reader(self, address: str, method: ReadMethod) -> BlockReader | PartedReader:
-        source, forgotten = self.context.endpoint(address, CONNECT_TIMEOUT_S), self.deletions.demanded
-        open_reader = partial(BlockReader, method=method, forgotten=forgotten, offload=self.beside)
-        return PartedReader(source, open_reader) if method is FROM_STORE else open_reader(source)
-
 
 PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
     Metric(
@@ -203,7 +193,7 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
     counter(
         "load_failures_total",
         "Loads that failed; the blocks were computed.",
-        lambda instance: instance.core.loads.failures,
+        lambda instance: instance.core.loads.sources.failures,
     ),
     counter(
         "overtaken_loads_total",

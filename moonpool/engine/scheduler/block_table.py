@@ -1,9 +1,11 @@
 """A sequence's blocks, and I/O that pins these."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.block_manager import BlockManager, KVOwner
 from moonpool.base.scheduling.state_machine import PendingIo
 
 
@@ -27,6 +29,18 @@ class BlockTable:
         self.pins -= 1
         if not self.pins:
             manager.release(self.blocks, self.past)
+
+    def register(self, keys: Sequence[BlockKey], blocks: range, manager: BlockManager, owner: KVOwner) -> None:
+        """Register keys of blocks, whose KV is whole now.
+
+        Args:
+            keys: keys of the sequence's full blocks; a part-filled block has none.
+            blocks: indices of the blocks.
+            manager: the pool's block manager.
+            owner: the KV's tenant, and whether blocks may be kept.
+        """
+        for index in blocks[: max(0, len(keys) - blocks.start)]:
+            manager.register(self.blocks[index], keys[index], owner)
 
 
 class PinningIo(Protocol):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from moonpool.base.settings import setting
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
@@ -29,6 +31,9 @@ class PoolSettings:
     window_bytes: int = 0
     recurrent: bool = False
     states_alone: bool = False
+    load_timeout_s: float = setting(
+        5.0, "seconds a load from a kvstore may take beyond what is predicted; after that the KV is computed", gt=0
+    )
 
     def blocks_for(self, tokens: int) -> int:
         """Return blocks that `tokens` tokens need."""

@@ -458,7 +458,8 @@ class MessagesFormatter(ResponseFormatter):
             self._head["emulated"] = True
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
-        content = [_content_block(part) for part in self._parser.parse_full(result.text, 0)]
+        parts = self._parser.parse_full(result.text, 0, is_cut=result.finish_reason == "length")
+        content = [_content_block(part) for part in parts]
         return {**self._head, "content": content, **self._end(result), "usage": self._usage(result)}
 
     def first_events(self) -> Iterator[bytes]:
@@ -478,7 +479,7 @@ class MessagesFormatter(ResponseFormatter):
         """Anthropic's API has no log probabilities and no token ids."""
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
-        yield from map(self._block, self._parser.end(0))
+        yield from map(self._block, self._parser.end(0, is_cut=result.finish_reason == "length"))
         yield self._close_block()
         yield _messages_event("message_delta", {"delta": self._end(result), "usage": self._usage(result)})
         yield _messages_event("message_stop", {})

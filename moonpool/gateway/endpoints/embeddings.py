@@ -13,8 +13,9 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateResult, TokenEvent
-from moonpool.gateway.serving.body import FailFastList
+from moonpool.gateway.serving.body import FailFastList, Integer
 from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.embedding_sizes import cut
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_response import GenerationResponse
@@ -60,6 +61,7 @@ class EmbeddingsBody(EmbeddingBody):
 
     input: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Integer | None = None
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
@@ -83,12 +85,15 @@ async def embeddings(gateway: GatewayContext, request: Request) -> GenerationRes
     """Embed one or more inputs."""
     checked = await gateway.auth.read_body(request, EmbeddingsBody)
     body, state = checked.body, await gateway.cluster.state()
+    if body.dimensions is not None:
+        gateway.embedding_sizes.check(body.dimensions)
     job = gateway.builder.prepare(checked, state, max_tokens=1)  # engines compute at least one token
     job.prompts = [{"prompt": given} if isinstance(given, str) else {"token_ids": given} for given in body.inputs()]
     job.prompt_field = "input"
     if body.add_special_tokens is False:
         job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=False))
-    return gateway.generate(job, EmbeddingsFormatter(job.model_name, as_text=body.encoding_format == "base64"))
+    as_text = body.encoding_format == "base64"
+    return gateway.generate(job, EmbeddingsFormatter(job.model_name, as_text=as_text, dimensions=body.dimensions))
 
 
 class EmbeddingFormatter(ResponseFormatter):
@@ -119,9 +124,15 @@ class EmbeddingFormatter(ResponseFormatter):
 class EmbeddingsFormatter(EmbeddingFormatter):
     """Writes the list of embeddings."""
 
-    def __init__(self, model: str, *, as_text: bool) -> None:
-        """`model` is the name in the response; `as_text`: embeddings are base64 of little-endian float32."""
-        self._model = model
+    def __init__(self, model: str, *, as_text: bool, dimensions: int | None = None) -> None:
+        """Write embeddings.
+
+        Args:
+            model: the name in the response.
+            as_text: embeddings are base64 of little-endian float32.
+            dimensions: values that are kept of each embedding; None = all.
+        """
+        self._model, self._dimensions = model, dimensions
         self._as_text = as_text
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
@@ -137,6 +148,7 @@ class EmbeddingsFormatter(EmbeddingFormatter):
         }
 
     def _written(self, embedding: Sequence[float]) -> list[float] | str:
+        embedding = cut(embedding, self._dimensions)
         if not self._as_text:
             return list(embedding)
         numbers = array.array("f", embedding)

@@ -143,8 +143,8 @@ class ChatFormatter(OpenAIFormatter):
         super().start(request_id, emulated=emulated)
         self._parser.start(request_id)
 
-    def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
-        parts = self._parser.parse_full(text, choice)
+    def choice_fields(self, text: str, choice: int, finish_reason: str) -> dict[str, Any]:
+        parts = self._parser.parse_full(text, choice, is_cut=finish_reason == "length")
         calls = [tool_call_object(part) for part in parts if isinstance(part, AnswerToolCall)]
         content = "".join(part for part in parts if isinstance(part, str))
         reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
@@ -166,8 +166,8 @@ class ChatFormatter(OpenAIFormatter):
     def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:
         return [{"delta": _chat_delta(part)} for part in self._parser.push(text, choice)]
 
-    def held_back_fields(self, choice: int) -> list[dict[str, Any]]:
-        return [{"delta": _chat_delta(part)} for part in self._parser.end(choice)]
+    def held_back_fields(self, choice: int, finish_reason: str) -> list[dict[str, Any]]:
+        return [{"delta": _chat_delta(part)} for part in self._parser.end(choice, is_cut=finish_reason == "length")]
 
     def _event(
         self, fields: dict[str, Any], index: int, finish_reason: str | None = None, *, with_tokens: bool = True

@@ -238,7 +238,7 @@ class CompletionFormatter(OpenAIFormatter):
         for index in range(len(given) * each):
             yield self._prompt_event({"index": index, "text": "" if echo is None else echo[index // each].text})
 
-    def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
+    def choice_fields(self, text: str, choice: int, finish_reason: str) -> dict[str, Any]:
         return {"text": text}
 
     def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:

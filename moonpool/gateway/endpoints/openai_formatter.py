@@ -74,7 +74,7 @@ class OpenAIFormatter(ResponseFormatter):
         choices = [
             {
                 "index": index,
-                **self.choice_fields(choice.text, index),
+                **self.choice_fields(choice.text, index, choice.finish_reason),
                 "logprobs": self.logprobs(choice.logprobs, index) if choice.logprobs else None,
                 "finish_reason": self.finish_reason(choice.finish_reason, index),
                 **self._tokens(choice.token_ids),
@@ -120,8 +120,8 @@ class OpenAIFormatter(ResponseFormatter):
         """A full response, with the log probabilities of the prompt where vLLM has them."""
         raise NotImplementedError
 
-    def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
-        """The fields of a choice in a full response that have the text."""
+    def choice_fields(self, text: str, choice: int, finish_reason: str) -> dict[str, Any]:
+        """The fields of a choice in a full response that have the text; `finish_reason` is the engine's."""
         raise NotImplementedError
 
     def text_event(self, text: str, choice: int) -> bytes:
@@ -129,7 +129,7 @@ class OpenAIFormatter(ResponseFormatter):
 
     def last_text_event(self, text: str, choice: int, finish_reason: str) -> bytes:
         self._ended.add(choice)
-        fields = [*(self.text_fields(text, choice) if text else ()), *self.held_back_fields(choice)]
+        fields = [*(self.text_fields(text, choice) if text else ()), *self.held_back_fields(choice, finish_reason)]
         *others, last = fields or [self.empty_choice]
         reason = self.finish_reason(finish_reason, choice)
         # The last event has all log probabilities and tokens: vLLM's clients take one event for one token.
@@ -140,7 +140,7 @@ class OpenAIFormatter(ResponseFormatter):
         """A choice's fields in the events with the next text, one for each event."""
         raise NotImplementedError
 
-    def held_back_fields(self, choice: int) -> list[dict[str, Any]]:
+    def held_back_fields(self, choice: int, finish_reason: str) -> list[dict[str, Any]]:
         """The same for the text that was held back until the choice ended."""
         return []
 

@@ -68,7 +68,7 @@ class ResponsesFormatter(ResponseFormatter):
         self._head = {"id": f"resp_{request_id}", **head, **({"emulated": True} if emulated else {})}
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
-        parts = self._parser.parse_full(result.text, 0)
+        parts = self._parser.parse_full(result.text, 0, is_cut=result.finish_reason == "length")
         self._text_logprobs = self._format_logprobs(result.logprobs)
         output = [self._item(index, part, "completed") for index, part in enumerate(parts)]
         if parts and isinstance(parts[-1], AnswerToolCall) and result.finish_reason == "length":
@@ -86,7 +86,7 @@ class ResponsesFormatter(ResponseFormatter):
         self._new_logprobs += event.logprobs
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
-        yield from map(self._part_events, self._parser.end(0))
+        yield from map(self._part_events, self._parser.end(0, is_cut=result.finish_reason == "length"))
         yield self._close_text() + self._close_reasoning()
         yield self._close_call("incomplete" if result.finish_reason == "length" else "completed")
         response = self._ended_response(self._items, result)

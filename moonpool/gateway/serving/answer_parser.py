@@ -105,17 +105,17 @@ class AnswerParser:
         """Take the next text of an answer. Returns the parts that are certain now."""
         return list(self._called(self._thought(text, choice), choice))
 
-    def end(self, choice: int) -> list[AnswerPart]:
-        """The last parts of an answer."""
+    def end(self, choice: int, *, is_cut: bool = False) -> list[AnswerPart]:
+        """The last parts of an answer; `is_cut`: the answer was cut at its last token."""
         thinking = self._thinking.get(choice)
         rest = list(self._called(thinking.end() if thinking is not None else (), choice))
         parser = self._parser(choice)
-        return rest if parser is None else [*rest, *self._numbered(parser.end(), choice)]
+        return rest if parser is None else [*rest, *self._numbered(parser.end(is_cut=is_cut), choice)]
 
-    def parse_full(self, text: str, choice: int) -> list[WholePart]:
+    def parse_full(self, text: str, choice: int, *, is_cut: bool = False) -> list[WholePart]:
         """The parts of a whole answer, with whole calls. Consecutive texts are one part."""
         parts: list[WholePart] = []
-        for part in [*self.push(text, choice), *self.end(choice)]:
+        for part in [*self.push(text, choice), *self.end(choice, is_cut=is_cut)]:
             match part, parts[-1] if parts else None:
                 case str(), str() as last:
                     parts[-1] = last + part

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from moonpool.client import AsyncClient, ClusterState
 from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
+from moonpool.gateway.serving.embedding_sizes import WHOLE, EmbeddingSizes
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.markdown import MarkdownRenderer
@@ -34,6 +35,7 @@ class GatewayContext:
         wall_clock: returns seconds since 1970.
         markdown: renders answers for the page.
         started_at: when the gateway started, in seconds since 1970.
+        embedding_sizes: sizes to which embeddings may be cut.
         served_names: names under which clients know the model; none = the checkpoint's name.
     """
 
@@ -48,6 +50,7 @@ class GatewayContext:
     markdown: MarkdownRenderer
     started_at: int
     served_names: Sequence[str] = ()
+    embedding_sizes: EmbeddingSizes = WHOLE
 
     def shown_name(self, state: ClusterState) -> str:
         """The model's name in responses: the first in `served_names`, else the checkpoint's."""

@@ -76,6 +76,7 @@ class GenerateBody(Body):
     stream: bool | None = None
     slo: SloBody | None = None
     priority: Integer | None = None
+    expected_output_tokens: Integer | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     session: SessionBody | None = None
     nvext: Nvext | None = None

@@ -67,11 +67,11 @@ class RequestBuilder:
             "sampling": self._sampling(body, max_tokens),
             "slo": body.to_slo(),
             "priority": body.priority or 0,
+            "expected_output_tokens": body.expected_output_tokens or body.agent_hints.osl or 0,
             "tenant": checked.caller.tenant,
             "model": model,
             "cache_salt": body.cache_salt or "",
             "session": body.to_session(checked.session_id),
-            "expected_output_tokens": body.agent_hints.osl or 0,
             "timeout_s": self._timeout_s,
         }
         headers = dict(checked.warning_headers)

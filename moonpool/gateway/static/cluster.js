@@ -40,6 +40,9 @@ function draw(state) {
   ]));
 }
 
+/** Whether a decode instance computes whole prompts, too. */
+const isBoth = (each) => Boolean(each.computes_prompts);
+
 /** The way of a request, with what each station does now. */
 function flow({ recent, queue, instances }) {
   const of = (kind) => instances.filter((each) => each.kind === kind || (kind === "prefill" && each.computes_prompts));
@@ -54,7 +57,7 @@ function flow({ recent, queue, instances }) {
     station("conductor", count(queue.for_limits + queue.for_room), "wait for a place"),
     prefills.length ? station(many(prefills.length, "prefill"), count(sum(prefills, "queued_tokens")), "prompt tokens queued") : null,
     station("KV pool", count(kept + stored), `blocks kept, ${percent(recent.usage.cached_tokens, recent.usage.prompt_tokens)} of prompts from here`),
-    decodes.length ? station(many(decodes.length, "decode"), count(sum(decodes, "running")),
+    decodes.length ? station(many(decodes.length, decodes.some(isBoth) ? "engine" : "decode"), count(sum(decodes, "running")),
       `answers run, ${(recent.usage.completion_tokens / window).toFixed(1)} tokens/s`) : null,
   ].filter((part) => part !== null);
   return stations.flatMap((part, at) => (at ? [el("span", { "aria-hidden": "true" }, "→"), part] : [part]));
@@ -97,7 +100,8 @@ function curve(points) {
 function instance(each) {
   const busy = `${count(each.running)} running, ${count(each.waiting)} waiting`;
   const queued = each.queued_tokens ? `, ${count(each.queued_tokens)} tokens queued` : "";
-  const title = el("h3", {}, each.id, " ", el("small", {}, each.draining ? `${each.address}, draining` : each.address));
+  const about = [each.address, isBoth(each) ? "prompts and answers" : "", each.draining ? "draining" : ""];
+  const title = el("h3", {}, each.id, " ", el("small", {}, about.filter(Boolean).join(", ")));
   return el("article", { class: "instance" }, title, el("p", { class: "note" }, busy + queued),
     each.tiers.length ? each.tiers.map(tier) : each.total_blocks ? pool(each) : null);
 }

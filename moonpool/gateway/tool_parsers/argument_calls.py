@@ -176,9 +176,9 @@ class ArgumentCallReader(CallReader):
             pass
         return output
 
-    def end(self) -> list[ParserOutput]:
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         if self._json is not None:
-            return self._from_json(self._json.end())
+            return self._from_json(self._json.end(is_cut=is_cut))
         output: list[ParserOutput] = []
         if self._state == "value":
             assert self._value is not None, "a value is being read"
@@ -186,7 +186,7 @@ class ArgumentCallReader(CallReader):
             shown = self._text[self._begin : end]
             if shown.strip():
                 output.append(ArgumentsDelta(f"{self._member()}{_cut(shown.strip(), self._language)}"))
-        elif not self._called:
+        elif not self._called and not (is_cut and self._mark != "["):
             output.append(self._text)
         return output
 

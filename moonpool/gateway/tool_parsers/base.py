@@ -59,8 +59,11 @@ class ToolParser(Protocol):
         """Take the next text. Returns what is certain now."""
         ...
 
-    def end(self) -> list[ParserOutput]:
-        """Return what is still held back, after the last text."""
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
+        """Return what is still held back, after the last text.
+
+        `is_cut`: the answer was cut. A call that had only begun is then not shown: nobody can use half a mark.
+        """
         ...
 
 
@@ -80,8 +83,8 @@ class CallReader(Protocol):
         """
         ...
 
-    def end(self) -> list[ParserOutput]:
-        """Return what is still held back, after the last text."""
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
+        """Return what is still held back, after the last text; see `ToolParser.end`."""
         ...
 
 

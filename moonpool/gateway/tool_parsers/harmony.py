@@ -55,7 +55,7 @@ class HarmonyParser(ToolParser):
             pass
         return output
 
-    def end(self) -> list[ParserOutput]:
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         output: list[ParserOutput] = []
         if self._state in ("text", "thinking"):
             self._show(self._held, output)
@@ -172,7 +172,7 @@ def harmony_grammar(answer: AnswerGrammar, tools: ToolParameters) -> str:
     again = f"{answer.mark(END)} {answer.mark(START)} {answer.text('assistant')}"
     channel = answer.form([answer.text(name) for name in ("analysis", "commentary", "final")])
     message = answer.form([f"{answer.mark(CHANNEL)} {channel} {answer.mark(MESSAGE)} TEXT"])
-    return answer.whole_lark(answer.form([f"{message} ({again} {message})* ({again} {call})?", call]))
+    return answer.lark_of(answer.form([f"{message} ({again} {message})* ({again} {call})?", call]))
 
 
 def harmony_forced(answer: AnswerGrammar, tools: ToolParameters) -> str:
@@ -180,7 +180,7 @@ def harmony_forced(answer: AnswerGrammar, tools: ToolParameters) -> str:
     call = answer.form(_calls(answer, tools))
     begin = f"{answer.mark(CHANNEL)} {answer.text('analysis')} {answer.mark(MESSAGE)}"
     again = f"{answer.mark(END)} {answer.mark(START)} {answer.text('assistant')}"
-    return answer.whole_lark(answer.form([f"({begin} TEXT {again})? {call}"]))
+    return answer.lark_of(answer.form([f"({begin} TEXT {again})? {call}"]))
 
 
 def _calls(answer: AnswerGrammar, tools: ToolParameters) -> list[str]:

@@ -109,6 +109,10 @@ class ToolCallJson:
                 return None if self._may_start(rest) else self._marker_chars
         return self._scan(text)
 
+    def is_undecided(self) -> bool:
+        """Whether no function is known yet."""
+        return not self._calls or (len(self._calls) == 1 and not self._calls[0].name)
+
     def calls(self, text: str) -> list[ParsedToolCall]:
         """The calls in complete JSON; empty if the JSON is broken, or calls an unknown function."""
         if self._start is None:
@@ -214,9 +218,10 @@ class ToolCallJson:
 class JsonCallReader(CallReader):
     """Reads JSON behind a mark."""
 
-    def __init__(self, calls_json: ToolCallJson) -> None:
-        """Start at the mark."""
+    def __init__(self, calls_json: ToolCallJson, *, is_marked: bool = True) -> None:
+        """Start at the mark, or at the JSON if `is_marked` is false."""
         self._json = calls_json
+        self._is_marked = is_marked
         self._text = ""
         self.rest: str | None = None
 
@@ -231,8 +236,9 @@ class JsonCallReader(CallReader):
             output += self._json.calls(self._text[:end]) or [self._text[:end]]
         return output
 
-    def end(self) -> list[ParserOutput]:
-        return [] if self._json.streamed else [self._text]
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
+        begun = is_cut and self._is_marked and self._json.is_undecided()
+        return [] if self._json.streamed or begun else [self._text]
 
 
 def json_openings(syntax: JsonCalls, tools: ToolParameters, hidden: tuple[str, ...] = ()) -> Openings:
@@ -243,7 +249,8 @@ def json_openings(syntax: JsonCalls, tools: ToolParameters, hidden: tuple[str, .
         chars = 0 if mark == "{" else len(mark)
         takes_list = mark != "{"
         return JsonCallReader(
-            ToolCallJson(tools.keys(), chars, heads, only_heads=syntax.only_heads, takes_list=takes_list)
+            ToolCallJson(tools.keys(), chars, heads, only_heads=syntax.only_heads, takes_list=takes_list),
+            is_marked=mark != "{",
         )
 
     return Openings(
@@ -291,7 +298,7 @@ class ForcedToolParser(ToolParser):
         self._started = True
         return [ToolCallStart(self._function), ArgumentsDelta(arguments)]
 
-    def end(self) -> list[ParserOutput]:
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         """The text, if no call has begun before the answer was cut."""
         if self._started or self._json.streamed:
             return []

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from moonpool.gateway.tool_parsers.base import CallReader, ParserOutput, ToolParser, marker_overlap
 
 _FENCE = "```"
+_FEW = 2
+"""Characters of a mark that may as well be text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,18 @@ class MarkedTextParser(ToolParser):
             pass
         return output
 
-    def end(self) -> list[ParserOutput]:
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         output: list[ParserOutput] = []
         if self._call is not None:
-            self._take(self._call.end(), output)
+            self._take(parts := self._call.end(is_cut=is_cut), output)
+            if not parts:
+                self._part()
             rest, self._call = self._call.rest, None
             if rest:
-                return [*output, *self.push(rest), *self.end()]
+                return [*output, *self.push(rest), *self.end(is_cut=is_cut)]
         held, self._held = self._held, ""
+        if is_cut and (begun := max((marker_overlap(held, mark) for mark in self._all_marks()), default=0)) > _FEW:
+            held = held[:-begun]
         if not self._is_closing(held.strip()):
             self._say(held, output)
         if self._space and not self._called:
@@ -121,8 +127,7 @@ class MarkedTextParser(ToolParser):
             return
         if not self._said and any(mark.startswith(stripped) for mark in self._openings.first_marks):
             return
-        marks = (*self._openings.marks, *self._openings.line_marks, *self._openings.hidden)
-        certain = len(self._held) - max((marker_overlap(self._held, mark) for mark in marks), default=0)
+        certain = len(self._held) - max((marker_overlap(self._held, mark) for mark in self._all_marks()), default=0)
         text, self._held = self._held[:certain], self._held[certain:]
         self._say(text, output)
 
@@ -141,6 +146,9 @@ class MarkedTextParser(ToolParser):
 
     def _marks(self) -> Sequence[str]:
         return (*self._openings.marks, *self._openings.hidden)
+
+    def _all_marks(self) -> Sequence[str]:
+        return (*self._openings.marks, *self._openings.line_marks, *self._openings.hidden)
 
     def _begins_line(self, before: str) -> bool:
         """Whether what follows `before` stands at the start of a line, outside of a block of code."""

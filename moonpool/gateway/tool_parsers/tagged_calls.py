@@ -165,18 +165,15 @@ class TaggedCallReader(CallReader):
             self._pass_text(self._lexer.certain(self._text, self._at), output)
         return output
 
-    def end(self) -> list[ParserOutput]:
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         output: list[ParserOutput] = []
         self._at = len(self._text)
         match self._state:
-            case "start" | "named":
-                self.rest = ""
-                output.append(self._text)
+            case "start" | "named" | "section":
+                if not self._called and not is_cut:
+                    output.append(self._text)
             case "other":
                 output.append(self._text[self._begin :])
-            case "section":
-                if not self._called:
-                    output.append(self._text)
             case "value":
                 closing = (self._syntax.end or self._syntax.function_end).strip()
                 unpaired = self._balance < 0 if self._syntax.end else self._depth or self._close is not None
@@ -184,7 +181,7 @@ class TaggedCallReader(CallReader):
                     # A mark within the value has no counterpart: read the value once more, without counting.
                     self._nested, self._depth, self._close, self._function_close = False, 0, None, None
                     self._at = self._begin
-                    return [*self.push(""), *(self.end() if self.rest is None else [])]
+                    return [*self.push(""), *(self.end(is_cut=is_cut) if self.rest is None else [])]
                 self._cut_value(output)
         return output
 

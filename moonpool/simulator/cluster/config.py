@@ -46,6 +46,7 @@ DECODE_LEFT_OUT = {
     "grant_steps": "no service sets the number, either",
     "computes_prompts": "the core computes what the conductor wants; the service's word to the conductor",
     "max_num_batched_tokens": "no run varies the step's size where no answer runs",
+    "load_timeout_s": "simulated loads come, or their source is lost, which the simulator tells",
     "num_continuous_decode_steps": "no run varies the prompts' share of steps",
     "draft_tokens": "simulated tokens cannot be guessed",
 }

@@ -22,6 +22,7 @@ from moonpool.engine.decode.core.events import (
     ComputePrompt,
     Event,
     IoEnd,
+    QueuePrompt,
     ReceiveEnd,
     ReserveBlocks,
     RunDone,
@@ -52,6 +53,17 @@ _TELL = ps(1.0)
 The service reports tokens with each step. The conductor uses only the tokens' times, which are reported here too."""
 RETRY_S = 1.0
 """After which a refused request may try again, as the service says."""
+
+
+@frozen
+class WholePrompt:
+    """What a conductor says of a whole prompt that is computed here; see `QueuePrompt`."""
+
+    delay_s: float = 0.0
+    held: tuple[int | None, ...] = ()
+
+
+WHOLE_PROMPT = WholePrompt()
 
 
 class Copies:
@@ -138,6 +150,7 @@ class SimulatedDecode:
         runs: steps per run.
         machine: engines that share cores; None = separate cores.
         up: whether the instance is there at the beginning.
+        computes_prompts: whether the instance reports its whole prompts, as one of role both.
     """
 
     def __init__(
@@ -151,8 +164,9 @@ class SimulatedDecode:
         machine: SharedMachine | None = None,
         *,
         up: bool = True,
+        computes_prompts: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self._computes_prompts = name, computes_prompts
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
         self.pool = SimulatedPoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = network.world, network, config, ears
@@ -201,8 +215,14 @@ class SimulatedDecode:
         tbt_slo_s: float = 0.0,
         starts_in_s: float = 0.0,
         stores: tuple[str, ...] = (),
+        *,
+        whole: bool = False,
+        max_queue_s: float | None = None,
     ) -> ReserveGranted | Failure:
-        """Reserve room for a conductor: for a sequence, or for several with one prompt."""
+        """Reserve room for a conductor: for a sequence, or for several with one prompt.
+
+        `whole`: the prompt is computed here, unless the prompts here take longer than `max_queue_s`.
+        """
         if self.draining:
             return Failure(FailureKind.UNAVAILABLE, f"{self.name} is draining")
         number, request = self._came + 1, sequence.request
@@ -213,7 +233,8 @@ class SimulatedDecode:
             self._sequences[number + choice] = DecodeSequence(sequence, number + choice, stores, *counts, choice)
         spec = EngineRequest(keys, sequence.tokens, request.tokens, sequence.width, tenant=request.tenant)
         asked = spec, request.longest, tbt_slo_s, conductor, len(stores), starts_in_s
-        self._tell(ReserveBlocks(number, *asked, resumable=True, fence=sequence.fence))
+        prompt = {"computes_prompt": whole, "max_queue_s": max_queue_s}
+        self._tell(ReserveBlocks(number, *asked, resumable=True, fence=sequence.fence, **prompt))  # type: ignore[arg-type]
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:
@@ -254,8 +275,19 @@ class SimulatedDecode:
             member.stream = 0 if member.stream == stream else member.stream
         self._tell(StreamClosed(stream))
 
-    def start(self, stream: int, transfer: int, known: tuple[int, ...] = (), *, compute: bool = False) -> None:
-        """First tokens are known, and so many behind each; or with `compute` the prompt's rest is computed here."""
+    def start(
+        self,
+        stream: int,
+        transfer: int,
+        known: tuple[int, ...] = (),
+        *,
+        compute: bool = False,
+        prompt: WholePrompt = WHOLE_PROMPT,
+    ) -> None:
+        """First tokens are known, and so many behind each.
+
+        With `compute`, the prompt's rest is computed here, or the whole prompt where room was reserved for it.
+        """
         member = self._wanted(transfer)
         if member is None:
             self._ears.failed(
@@ -265,7 +297,11 @@ class SimulatedDecode:
         members = self._members(transfer)
         for member in members:
             member.stream, member.started = stream, True
-        if compute:
+        if compute and self.core.requests[transfer].asked.computes_prompt:
+            for other in members:
+                other.begin_with_prompt(self._config.block_size)
+            self._tell(QueuePrompt(transfer, stream, delay_s=prompt.delay_s, held=prompt.held))
+        elif compute:
             member.begin_with_prompt(self._config.block_size)
             self._tell(ComputePrompt(transfer, stream))
         else:
@@ -323,8 +359,11 @@ class SimulatedDecode:
     def load(self) -> LoadFacts:
         """The load as reported by the service."""
         self._settle()
-        core = self.core
+        core, requests = self.core, self.core.requests.values()
+        prompts = core.planner.prompts
         return LoadFacts(
+            queued_tokens=prompts.tokens_left(requests) if self._computes_prompts else 0,
+            drain_s=prompts.drain_s(requests) if self._computes_prompts else None,
             running=len(core.planner.batch),
             waiting=core.sequences - len(core.planner.batch),
             free_blocks=core.blocks.num_free,

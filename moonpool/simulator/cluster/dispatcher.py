@@ -33,8 +33,13 @@ from moonpool.conductor.core.events import (
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
 from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS
-from moonpool.engine.prefill.core.actions import ReportFirstToken
-from moonpool.engine.prefill.core.events import KVSource, WriteBackTarget
+from moonpool.engine.prefill.core.actions import (
+    ReportFirstToken,
+)
+from moonpool.engine.prefill.core.events import (
+    WriteBackTarget,
+)
+from moonpool.engine.scheduler.prefix_sources import KVSource
 from moonpool.simulator.clock import ps
 from moonpool.simulator.cluster.admission import keeps_tbt
 from moonpool.simulator.cluster.config import ClusterConfig

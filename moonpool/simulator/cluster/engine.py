@@ -14,7 +14,7 @@ from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.latency import Speeds, prefill_seconds
 from moonpool.base.scheduling.steps import stage_ranges
 from moonpool.engine.decode.core.actions import StartRun
-from moonpool.engine.decode.core.events import RunDone, RunProgress
+from moonpool.engine.decode.core.events import FirstTokens, RunDone, RunProgress
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
 from moonpool.simulator.clock import PS, SimulatedWorld, ps
 from moonpool.simulator.cluster.config import ClusterConfig
@@ -281,6 +281,7 @@ class DecodeEngine:
         seconds = self._advance(run, steps)
         batch = self._batch(run)
         again = [self._sequences[chunk.id] for chunk in run.chunks if chunk.sample]
+        again += [other for member in again for other in self._born_with(member)]
         for member in again:
             member.advance(self._world.now, (), self._world.now)
         self._run = None
@@ -292,8 +293,25 @@ class DecodeEngine:
         over, filled = [member for member in sampled if not member.left], self._filled(sampled)
         news = [member for member in sampled if not (member.left and member.told)]
         self._listener.ended(news, bool(over or filled or run.chunks))
-        ended = tuple((member.number, STOPPED) for member in over)
-        self._listener.post(RunDone(run.step, False, seconds, ended, filled, steps))
+        whole = [chunk.id for chunk in run.chunks if chunk.sample and self._is_whole(chunk.id)]
+        first = tuple([self._first_tokens(number) for number in whole])
+        born = {number + at for number, told in zip(whole, first, strict=True) for at in range(len(told.finishes))}
+        ended = tuple((member.number, STOPPED) for member in over if member.number not in born)
+        self._listener.post(RunDone(run.step, False, seconds, ended, filled, steps, first_tokens=first))
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether a chunk belongs to a whole prompt: its last one gives the first tokens."""
+        request = self._core.requests.get(number)
+        return request is not None and request.lacks_first_token
+
+    def _born_with(self, member: DecodeSequence) -> list[DecodeSequence]:
+        """Further sequences that begin with the same whole prompt."""
+        further = range(member.number + 1, member.number + member.sequence.width)
+        return [self._sequences[number] for number in further] if self._is_whole(member.number) else []
+
+    def _first_tokens(self, number: int) -> FirstTokens:
+        member = self._sequences[number]
+        return FirstTokens(number, tuple([0 if each.left else STOPPED for each in (member, *self._born_with(member))]))
 
     def _batch(self, run: StartRun) -> list[DecodeSequence]:
         return [self._sequences[number] for number in run.batch]

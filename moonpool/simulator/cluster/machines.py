@@ -1,7 +1,7 @@
 """Instances by name, and machines that change their role when ordered.
 
 As in the service: an instance drains, so the conductor can move the requests. The empty instance leaves. After a
-while the same machine joins again with an empty pool as an instance of the other role.
+while the same machine joins again as an instance of the other role: here with an empty pool, which the service keeps.
 """
 
 from collections.abc import Callable, Iterator

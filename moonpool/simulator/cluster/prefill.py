@@ -20,8 +20,12 @@ from moonpool.conductor.core.instances import LoadFacts
 from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.engine.messages import WRITE_BACK_SHARE
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.events import IoResult, LayerLoaded, LoadEnded
+from moonpool.engine.prefill.core.events import (
+    IoResult,
+    LayerLoaded,
+)
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from moonpool.simulator.clock import PS, SimulatedWorld, ps
 from moonpool.simulator.cluster.config import ClusterConfig, prefill_core_settings
 from moonpool.simulator.cluster.core_host import CoreHost
@@ -75,7 +79,7 @@ class Prompt:
     sequence: PlacedSequence
     keys: tuple[BlockKey, ...]
     target: DecodeReservation | None
-    sources: tuple[events.KVSource, ...]
+    sources: tuple[KVSource, ...]
     copies: tuple[events.WriteBackTarget, ...]
     client: PromptClient
     begun: bool = False
@@ -279,7 +283,7 @@ class SimulatedPrefill:
         sequence: PlacedSequence,
         target: DecodeReservation | None,
         client: PromptClient,
-        sources: tuple[events.KVSource, ...] = (),
+        sources: tuple[KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         max_queue_s: float | None = None,
         delay_s: float = 0.0,
@@ -294,7 +298,7 @@ class SimulatedPrefill:
         self._tell(asked)
         return self._came
 
-    def replicate(self, keys: tuple[BlockKey, ...], source: events.KVSource) -> None:
+    def replicate(self, keys: tuple[BlockKey, ...], source: KVSource) -> None:
         """Copy a chain's blocks here."""
         self._copies_came += 1
         self._copies[self._copies_came] = keys, source.name
@@ -410,7 +414,7 @@ class SimulatedPrefill:
                 self._loading.cancel(io)
                 moving = self._moving
                 self._world.after(0, lambda _: self._moved(moving, io, events.IoFailed()))
-            case actions.LoadBlocks() | actions.ReadReplica():
+            case LoadBlocks() | actions.ReadReplica():
                 self._load(action)
             case actions.EndReplication(number):
                 del self._copies[number]
@@ -457,13 +461,13 @@ class SimulatedPrefill:
             Failure(FailureKind.TRANSFER if failed else FailureKind.UNAVAILABLE, f"the prompt {action.outcome.value}")
         )
 
-    def _load(self, action: actions.LoadBlocks | actions.ReadReplica) -> None:
+    def _load(self, action: LoadBlocks | actions.ReadReplica) -> None:
         if isinstance(action, actions.ReadReplica):
             keys, source = self._copies[action.number]
         else:
             prompt = self._prompts[action.id]
             keys, source = prompt.keys[: action.first + len(action.blocks)], prompt.sources[action.source].name
-        by_layer = isinstance(action, actions.LoadBlocks)  # a copy's single layers are not waited for
+        by_layer = isinstance(action, LoadBlocks)  # a copy's single layers are not waited for
         self._loading.begin(action.io, source, keys, action.first, action.timeout_s, by_layer=by_layer)
 
     def _put(self, action: actions.WriteBackBlocks) -> None:

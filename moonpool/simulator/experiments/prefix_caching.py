@@ -17,8 +17,10 @@ from moonpool.conductor.core.events import StalePlacement
 from moonpool.conductor.core.failures import Failure
 from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.engine.emulated.profile import Profile
-from moonpool.engine.prefill.core.actions import ReportFirstToken
-from moonpool.engine.prefill.core.events import KVSource
+from moonpool.engine.prefill.core.actions import (
+    ReportFirstToken,
+)
+from moonpool.engine.scheduler.prefix_sources import KVSource
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.policies import LRU, POLICIES
 from moonpool.simulator.clock import SimulatedWorld

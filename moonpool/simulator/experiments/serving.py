@@ -41,7 +41,8 @@ def scale(config: ClusterConfig, source: RequestSource, progress: Progress) -> R
 def scheduling(
     config: ClusterConfig, source: RequestSource, progress: Progress, policies: Sequence[str] = tuple(POLICIES)
 ) -> Result:
-    """A row for each policy that chooses prefill instances."""
+    """A row for each policy that chooses prefill instances, which compute all prompts."""
+    config = replace(config, decode_prompt_tokens=0)
     rows = []
     for policy in policies:
         summary, _ = simulate(replace(config, policy=policy), source.read())
@@ -63,6 +64,7 @@ def ratio(config: ClusterConfig, source: RequestSource, progress: Progress, firs
         ConfigError: there are fewer than two divisions.
     """
     total = config.prefill + config.decode
+    config = replace(config, decode_prompt_tokens=0)  # what is compared is where prompts are computed
     if not 1 <= first <= total - 2:
         raise ConfigError("first", f"must leave at least two divisions of {total} instances, is {first}")
     rows = []
@@ -232,6 +234,7 @@ def roles(config: ClusterConfig, shifts: Shifts, progress: Progress) -> Result:
     Raises:
         ConfigError: there are fewer than four machines.
     """
+    config = replace(config, decode_prompt_tokens=0)  # what is compared is where prompts are computed
     machines = config.prefill + config.decode
     if machines < 4:
         raise ConfigError("prefill", "roles change among four machines at least")

@@ -65,6 +65,12 @@ def test_the_users_decision_stands_without_a_word(plan: StackPlan) -> None:
         assert decide_engines(asked, one_client=engines == "split") == (asked, "")
 
 
+@pytest.mark.parametrize("extra", [{"prefill": ["--set", "max_queue=9"]}, {"decode": GPU}])
+def test_settings_of_prefill_need_a_prefill_instance(plan: StackPlan, extra: dict[str, list[str]]) -> None:
+    with pytest.raises(ConfigError, match="engines: one engine has no prefill instance, which has settings of its own"):
+        decide_engines(replace(plan, engines="one", extra=extra), one_client=False)
+
+
 def test_one_engine_where_two_do_not_fit(plan: StackPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that share their weights need less; a checkpoint that cannot be read is the services' to refuse."""
     memory = engine_plan.engine_memory(plan)

@@ -1,7 +1,7 @@
 import pytest
 
 from moonpool.base.errors import Unavailable
-from moonpool.cli.stack import MAX_FAILURES, STABLE_S, Supervisor
+from moonpool.cli.supervisor import MAX_FAILURES, STABLE_S, Supervisor
 
 
 class Process:

@@ -17,6 +17,7 @@ from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.unit.base.scheduling.helpers import BT, keys_of, tokens
 from tests.unit.engine.stages import BLOCKS, Stages, stages
 
@@ -44,7 +45,7 @@ class Walk:
         self.blocks = self.core.state.manager
         self.prompts: dict[int, array[int]] = {}
         self.steps: dict[int, Step] = {}
-        self.loads: list[actions.LoadBlocks] = []
+        self.loads: list[LoadBlocks] = []
         self.chunks: dict[int, actions.RunStep] = {}
         self.tables: dict[int, tuple[int, ...]] = {}
         self.transfers: dict[int, int] = {}
@@ -88,7 +89,7 @@ class Walk:
             case actions.DropSequenceSlice():
                 for gates in self.engine.gates:
                     gates.drop(action.step, action.index)
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 self.loads.append(action)
             case actions.OpenTransfer():
                 self.transfers[action.id] = action.io
@@ -128,11 +129,11 @@ class Walk:
         ids = tokens(self.random.randint(1, 4 * BT), first=first)
         keys = keys_of(ids)
         stored = next((i for i, key in enumerate(keys) if (key, 0) not in self.stored), len(keys))
-        sources = (events.KVSource("store", stored),) if self.random.random() < 0.7 else ()
+        sources = (KVSource("store", stored),) if self.random.random() < 0.7 else ()
         self.prompts[number] = ids
         self.post(events.AddRequest(number, EngineRequest(tuple(keys), len(ids), len(ids)), 0, sources))
 
-    def load(self, order: actions.LoadBlocks) -> None:
+    def load(self, order: LoadBlocks) -> None:
         """Loads what a store has beyond the cached blocks: some of it behind a gated step, or not to its end."""
         fails = self.random.random() < 0.4
         keys = keys_of(self.prompts[order.id])[order.first :]
@@ -144,10 +145,10 @@ class Walk:
         if fails:
             self.failed += 1
             self.now += 3.0  # the store is not left alone for long
-            self.post(IoEnded(order.io, events.LoadEnded(0, missing=0)))
+            self.post(IoEnded(order.io, LoadEnded(0, missing=0)))
         else:
             self.loaded += 1
-            self.post(IoEnded(order.io, events.LoadEnded(len(order.blocks), seconds=1e-6)))
+            self.post(IoEnded(order.io, LoadEnded(len(order.blocks), seconds=1e-6)))
 
     def leave(self, number: int) -> None:
         """A prompt is computed: all of it may be sent or stored. Then an answer is computed behind it, and stored."""

@@ -14,6 +14,7 @@ import xxhash
 from moonpool.base.errors import Unavailable
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool
+from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import (
@@ -76,6 +77,12 @@ TOKENS = 200
 def next_token(tokens: Sequence[int], count: int = TOKENS) -> int:
     """What the engine must sample after `tokens`, if all their KV is right."""
     return 8 + digest_after(tokens) % count
+
+
+def scores_of(token_ids: bytes) -> Logprobs:
+    """The log probabilities that the engine gives known tokens."""
+    tokens = array("i", token_ids)
+    return Logprobs(array("f", [-token / 1024 for token in tokens]), array("I", [1] * len(tokens)))
 
 
 def first_tokens(digest: int, count: int, different: int = TOKENS) -> tuple[int, ...]:
@@ -265,8 +272,15 @@ class FakeEngine:
             skipping = self.late_every and len(self.steps) % self.late_every == 0
             late = frozenset(index for index, each in enumerate(step.sequences) if skipping and each.may_skip)
             sampled = tuple(None if index in late else token for index, token in enumerate(sampled))
-            end_ns, waited_ns = time.monotonic_ns(), self.waited_ns
-            return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns, late=late)
+            scores = {n: scores_of(each.scored.token_ids) for n, each in enumerate(step.sequences) if each.scored}
+            embeddings = {
+                index: digest.digest()
+                for index, (each, digest) in enumerate(zip(step.sequences, digests, strict=True))
+                if each.sample is not None and each.sample.params.embedding
+            }
+            times = {"start_ns": start_ns, "end_ns": time.monotonic_ns(), "waited_ns": self.waited_ns}
+            rest = {"scores": scores, "embeddings": embeddings, "failed": failed, "late": late}
+            return StepResult(sampled, False, several=several, **times, **rest)  # type: ignore[arg-type]
 
     def _sample(self, sample: SampleSpec, digest: int) -> int:
         return 8 + digest % self.different if sample.forced is None else sample.forced

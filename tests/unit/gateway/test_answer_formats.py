@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import tokenizers
 from moonpool.base.answer_formats import FORMAT_ROWS, FORMATS, REASONING_FORMATS, found_format
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.families import FAMILIES
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.service import tell_formats
 from moonpool.gateway.serving.answer_parser import AnswerParser, AnswerReading, AnswerToolCall, WholePart
+from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from moonpool.gateway.serving.tool_set import ToolSet, tool_definition
 from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
 
 from .fakes import answering
 from .formats_table import formats_table
@@ -40,16 +45,23 @@ PARIS: Call = ("weather", {"city": "Paris", "days": 2})
 ADD: Call = ("add", {"tags": ["a", "b"], "exact": True})
 
 
-def parsed(name: str, text: str, pieces: Sequence[str] | None = None, tools: ToolSet | None = TOOLS) -> list[Any]:
+def parsed(
+    name: str,
+    text: str,
+    pieces: Sequence[str] | None = None,
+    tools: ToolSet | None = TOOLS,
+    *,
+    is_cut: bool = False,
+) -> list[Any]:
     """What an answer has, joined: texts, `("thought", TEXT)`, and calls as `(NAME, ARGUMENTS)`."""
     row = FORMATS[name]
     thinks = row.reasoning[0] if row.reasoning else None
     parser = AnswerParser(AnswerReading(tools, row, thinks))
     parser.start("r1")
     if pieces is None:
-        return [plain(part) for part in parser.parse_full(text, 0)]
+        return [plain(part) for part in parser.parse_full(text, 0, is_cut=is_cut)]
     joined: list[WholePart] = []
-    for part in [part for piece in pieces for part in parser.push(piece, 0)] + parser.end(0):
+    for part in [part for piece in pieces for part in parser.push(piece, 0)] + parser.end(0, is_cut=is_cut):
         last = joined[-1] if joined else None
         if isinstance(part, str) and isinstance(last, str):
             joined[-1] = last + part
@@ -102,6 +114,13 @@ def test_a_row_is_found_by_its_template_alone(name: str) -> None:
     assert (found.reasoning is None) == (SPOKEN[name].thought is None)
     escaped = SPOKEN[name].template.replace('"', '\\"')  # within a text of Jinja
     assert found_format(escaped).row is FORMATS[name]
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "ernie45", "hunyuan_a13b"])
+def test_words_of_json_do_not_make_a_template_hermes(name: str) -> None:
+    """Functions are shown as JSON in many templates."""
+    words = '{"name": "x", "arguments": {}} <tool_call></tool_call>'
+    assert found_format(SPOKEN[name].template + words).row is FORMATS[name]
 
 
 def test_what_no_row_fits_is_told_and_not_guessed() -> None:
@@ -193,6 +212,19 @@ def test_ids_of_other_models_become_the_familys_own() -> None:
     assert rendered("hermes", ["toolu_01"]).count("toolu_01") == 2
 
 
+def test_thinking_comes_back_under_the_templates_name() -> None:
+    """A template may refuse text beside thinking in a message with calls, as gpt-oss's does."""
+    template = "{% if tools %}{% endif %}{% for m in messages %}[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert made.render_chat([turn]).text == "[Hm.|]"
+    assert made.render_chat([{**turn, "content": "Here."}]).text.startswith("[|Here.")
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    other = Tokenizer(backend, {"default": template + "{{ messages[0].reasoning_content }}"})
+    assert other.render_chat([turn]).text == "[|]Hm."
+
+
 MARKED = (
     *("</parameter>", "<parameter=city>", "</function>", "<function=add>", "<tool_call>", "</tool_call>"),
     *("<arg_key>x</arg_key>", "</arg_value>", "<arg_value>", '<invoke name="add">', "</invoke>", "<|call|>", "<|end|>"),
@@ -281,15 +313,18 @@ def test_marks_within_values_stay_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_cut_answers_read_the_same_whole_and_streamed(name: str) -> None:
-    """A call that has begun is a call, without the marks around it; no other call comes of a cut."""
+    """A call that has begun is a call, without marks; before, nothing is shown of it; no other call comes of a cut."""
     draw = random.Random(48)
-    for _ in range(12):
+    for _ in range(4):
         call = drawn_call(name, draw)
         text = said(name, calls=[call])
         for at in [*range(len(text)), *(draw.randrange(len(text)) for _ in range(8))]:
             cut = text[:at]
-            found = parsed(name, cut)
-            assert parsed(name, cut, [cut[n : n + 5] for n in range(0, at, 5)]) == found
+            found = parsed(name, cut, is_cut=True)
+            assert parsed(name, cut, [cut[n : n + 5] for n in range(0, at, 5)], is_cut=True) == found
+            assert parsed(name, cut, list(cut)) == parsed(name, cut)
+            if not SPOKEN[name].is_whole:
+                assert all(len(part) < 3 for part in found if isinstance(part, str)), cut
             calls = [part for part in found if not isinstance(part, str)]
             assert [part[0] for part in calls] in ([], [call[0]]), cut
             if calls and is_json(calls[0][1]):
@@ -405,19 +440,29 @@ def test_gpt_oss_has_channels() -> None:
     assert parsed("openai", '{"plain": 1}') == ['{"plain": 1}']
 
 
-@pytest.mark.parametrize("name", ["kimi_k2", "openai", "gemma4"])
-async def test_ids_and_thoughts_in_a_chat(name: str) -> None:
-    """Through the gateway, whole; Kimi's ids count on through the conversation."""
-    template = SPOKEN[name].template
-    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
-    text = said(name, "Hm.", calls=[PARIS]).replace(":0<", ":5<")
+def speaking(text: str, reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_STOP) -> FakeConductor:
+    """Answers with a text, seven characters a token."""
 
     def say(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-        messages = answer([1], request_id="r1")
-        messages[1].delta.text = text
+        pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
+        messages = answer(range(len(pieces)), request_id="r1", reason=reason)
+        for message, piece in zip(messages[1:-1], pieces, strict=True):
+            message.delta.text = piece
         return messages
 
-    async with answering(FakeConductor(say), made) as gateway:
+    return FakeConductor(say)
+
+
+def with_template(name: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    return Tokenizer(backend, {"default": SPOKEN[name].template})
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "openai", "gemma4"])
+async def test_ids_and_thoughts_in_a_chat(name: str) -> None:
+    """Through the gateway, whole; Kimi's ids are as the model writes them."""
+    text = said(name, "Hm.", calls=[PARIS]).replace(":0<", ":5<")
+    async with answering(speaking(text), with_template(name)) as gateway:
         message = (await gateway.chat(tools=DEFINITIONS)).json()["choices"][0]["message"]
         assert message["reasoning_content"] == "Hm."
         assert not message["content"]
@@ -425,6 +470,77 @@ async def test_ids_and_thoughts_in_a_chat(name: str) -> None:
         assert json.loads(call["function"]["arguments"]) == PARIS[1]
         if name == "kimi_k2":
             assert call["id"] == "functions.weather:5"
+
+
+async def test_channels_in_three_interfaces() -> None:
+    """Without functions, too."""
+    async with answering(speaking(said("openai", "Hm.", "Four.")), with_template("openai")) as gateway:
+        message = (await gateway.chat()).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Four.")
+        assert not gateway.asked.sampling.skip_special_tokens
+        body: dict[str, object] = {"input": "2 + 2?"}
+        items = (await gateway.http.post("/v1/responses", json=body)).json()["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message"]
+        assert items[1]["content"][0]["text"] == "Four."
+        asked = {"messages": [{"role": "user", "content": "2 + 2?"}], "max_tokens": 50}
+        blocks = (await gateway.http.post("/v1/messages", json=asked)).json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+        assert (blocks[0]["thinking"], blocks[1]["text"]) == ("Hm.", "Four.")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_cut_answer_shows_no_marks(*, stream: bool) -> None:
+    """A call that has only begun is not shown, but a text that ends in a mark by itself is."""
+    for reason, shown in ((kv_pb2.FINISH_REASON_LENGTH, "Here."), (kv_pb2.FINISH_REASON_STOP, "Here.\n<tool_call>")):
+        async with answering(speaking("Here.\n<tool_call>", reason), with_template("qwen3_coder")) as gateway:
+            answered = await gateway.chat(tools=DEFINITIONS, stream=stream)
+            if stream:
+                events = [json.loads(line[6:]) for line in answered.text.splitlines() if line.startswith("data: {")]
+                deltas = [choice["delta"] for event in events for choice in event["choices"]]
+                assert "".join(delta.get("content") or "" for delta in deltas) == shown
+            else:
+                assert answered.json()["choices"][0]["message"]["content"] == shown
+
+
+async def test_a_model_without_a_known_form_is_refused_by_name() -> None:
+    """Unless a call is forced: the answer then follows a schema."""
+    template = "{% if tools %}<calls>{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    async with answering(speaking('{"city": "x"}'), made) as gateway:
+        refused = await gateway.chat(tools=DEFINITIONS)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+        assert "--tool-call-parser has kimi_k2, " in refused.json()["error"]["message"]
+        choice = {"type": "function", "function": {"name": "weather"}}
+        message = (await gateway.chat(tools=DEFINITIONS, tool_choice=choice)).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
+
+
+def test_the_start_says_how_answers_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for template, told in ((SPOKEN["glm45"].template, "glm45"), ("{{ tools }}{{ messages }}", "no known format")):
+        made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+        with ThreadPoolExecutor(1) as threads:
+            tell_formats(GatewayTokenizer("tiny", made, threads, ParserNames(), "Glm4MoeForCausalLM"))
+        assert told in caplog.text
+
+
+def test_classes_of_rows_are_served() -> None:
+    """Every class that a row names is one that Moonpool computes."""
+    named = {name for row in FORMAT_ROWS for name in row.architectures}
+    assert {name for name in named if name[0].isupper()} <= {*FAMILIES, *NAMES_OF_PARTS}
+
+
+NAMES_OF_PARTS = ("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration")
+"""Classes whose text part is served."""
+
+
+def test_long_values_take_linear_time() -> None:
+    """Every character is looked at once: 200,000 of them would take minutes else."""
+    text = "x <b>" * 40_000
+    for name in ("qwen3_coder", "glm45", "gemma4", "lfm2", "openai"):
+        written = said(name, calls=[("weather", {"city": text})])
+        found = parsed(name, written, [written[at : at + 50] for at in range(0, len(written), 50)])
+        assert read_calls(found) == [("weather", {"city": text})]
 
 
 def test_the_documented_table_is_the_table() -> None:

@@ -19,6 +19,8 @@ NEEDED = ["--conductor", "127.0.0.1:50051", "--model", "tiny"]
         ([*NEEDED, "--conductor", "127.0.0.1:0"], "conductor: must be an address that can be reached"),
         ([*NEEDED, "--listen", "8000"], "listen: must be HOST:PORT"),
         ([*NEEDED, "--set", "max_body_bytes=10"], "max_body_bytes: "),
+        ([*NEEDED, "--tool-call-parser", "xml"], "tool_call_parser: must be one of auto, none, kimi_k2, "),
+        ([*NEEDED, "--reasoning-parser", "xml"], "reasoning_parser: must be one of auto, none, openai_gptoss, "),
         ([*NEEDED, "--http-port", "80"], "no such flag"),
     ],
 )

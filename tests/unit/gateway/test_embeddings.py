@@ -1,13 +1,18 @@
 """`/v1/embeddings`: inputs of every form, both encodings, usage, refusals."""
 
 import base64
+import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from moonpool.base.bundled import model_dir
+from moonpool.base.errors import InvalidRequest
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway.serving.embedding_sizes import EmbeddingSizes, cut
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import MODEL, Answers, answering
@@ -65,3 +70,44 @@ async def test_wrong_fields_are_named(gateway: Answers, body: dict[str, Any], fi
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
     assert gateway.fake.requests == []
+
+
+async def test_dimensions_keep_the_first_values_at_length_one(tmp_path: Path) -> None:
+    folder = tmp_path / MODEL
+    folder.mkdir()
+    settings = json.loads((model_dir() / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "is_matryoshka": True}))
+    async with answering(FakeConductor(script), model=str(folder)) as gateway:
+        for dimensions, expected in ((1, [1.0]), (2, VALUES), (3, VALUES)):
+            for encoding in ("float", "base64"):
+                asked = {"input": ["a", "b"], "dimensions": dimensions, "encoding_format": encoding}
+                body = (await gateway.http.post(PATH, json=asked)).json()
+                for part in body["data"]:
+                    found = part["embedding"]
+                    if encoding == "base64":
+                        found = struct.unpack(f"<{len(expected)}f", base64.b64decode(found))
+                    assert list(found) == pytest.approx(list(expected))
+        for dimensions in (0, -1, 10**6):
+            refused = await gateway.http.post(PATH, json={"input": "x", "dimensions": dimensions})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
+
+
+def test_a_checkpoint_says_to_which_sizes_its_embeddings_are_cut(tmp_path: Path) -> None:
+    plain = json.loads((model_dir() / "config.json").read_text())
+    size = plain["hidden_size"]
+    for more, which, expected in (
+        ({}, "auto", EmbeddingSizes()),
+        ({}, "any", EmbeddingSizes(size)),
+        ({"is_matryoshka": True}, "auto", EmbeddingSizes(size)),
+        ({"is_matryoshka": False}, "auto", EmbeddingSizes()),
+        ({"matryoshka_dimensions": [4, 8]}, "auto", EmbeddingSizes(size, (4, 8))),
+        ({"matryoshka_dimensions": [4, 8]}, "any", EmbeddingSizes(size)),
+        ({"matryoshka_dimensions": [4, 8]}, "none", EmbeddingSizes()),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**plain, **more}))
+        assert EmbeddingSizes.of(str(tmp_path), which) == expected  # type: ignore[arg-type]
+    EmbeddingSizes(size, (4, 8)).check(4)
+    with pytest.raises(InvalidRequest, match="one of 4, 8"):
+        EmbeddingSizes(size, (4, 8)).check(5)
+    assert EmbeddingSizes.of(str(tmp_path / "none"), "any") == EmbeddingSizes()
+    assert list(cut([0.0, 0.0, 1.0], 2)) == [0.0, 0.0]

@@ -4,6 +4,8 @@ from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.kv_deletion import KVDeleted
+from moonpool.base.scheduling.state_machine import CancelIo
+from moonpool.engine.scheduler.prefix_sources import LoadBlocks, PrefixLoaded, PrefixMiss
 
 
 @frozen
@@ -100,10 +102,16 @@ class BeginPrompt:
 
     Attributes:
         cached_tokens: leading tokens that are not computed, because they were cached.
+        loaded_tokens: further tokens that are not computed, because they were loaded.
+        misses: blocks that a kvstore lacked.
+        loads: loads that arrived whole.
     """
 
     id: int
     cached_tokens: int
+    loaded_tokens: int = 0
+    misses: tuple[PrefixMiss, ...] = ()
+    loads: tuple[PrefixLoaded, ...] = ()
 
 
 @frozen
@@ -257,6 +265,8 @@ Action = (
     | ReservationRefused
     | SetBlockTable
     | AppendBlock
+    | LoadBlocks
+    | CancelIo
     | BeginPrompt
     | StartRun
     | StopRun

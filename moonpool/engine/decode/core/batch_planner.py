@@ -7,9 +7,8 @@ from bisect import bisect_left, insort
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.engine.decode.core.actions import AppendBlock, BeginPrompt, Chunk, SetBlockTable, StartRun
+from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun
 from moonpool.engine.decode.core.batch import RunningBatch
-from moonpool.engine.decode.core.batch_slots import BatchSlots
 from moonpool.engine.decode.core.block_budget import most_blocks
 from moonpool.engine.decode.core.chunks import is_recomputed, plan_chunks, take_computed_chunk
 from moonpool.engine.decode.core.copy_on_write import (
@@ -22,9 +21,8 @@ from moonpool.engine.decode.core.copy_on_write import (
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
 from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_for_holder, choose_victim
-from moonpool.engine.decode.core.prompts import PromptQueue
+from moonpool.engine.decode.core.prompt_starts import PromptStarts
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
-from moonpool.engine.decode.core.restoring import begin_prompt_here
 from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.tbt_limiter import TbtLimiter
@@ -72,8 +70,8 @@ class BatchPlanner:
         drafted_tokens: guessed tokens that were checked so far.
         accepted_tokens: checked tokens that were right and became part of the answer.
         prompts: whole prompts that wait for their turn to be computed here, and their order.
-        prompts_begun: prompts computed here so far.
-        unbound: a prompt that cannot begin, as its cached blocks lack slices, though nothing else is here.
+        loads: prefixes of whole prompts that are being loaded.
+        starts: begins prompts that are computed here.
     """
 
     def __init__(self, state: DecodeState, preempted: PreemptedRequests, lengths: OutputLengths) -> None:
@@ -84,7 +82,6 @@ class BatchPlanner:
         self.tbt = TbtLimiter(state, self.batch)
         self.waiting: list[DecodeRequest] = []
         self.recomputing: list[DecodeRequest] = []
-        self.slots = BatchSlots(state.settings.max_num_seqs, self.batch, self.recomputing)
         self.run_in_flight: RunInFlight | None = None
         self.copies: list[BlockCopy] = []
         self.overdue = OverdueGrants(state, preempted)
@@ -93,9 +90,8 @@ class BatchPlanner:
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
         self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
-        self.prompts = PromptQueue(state, self.batch)
-        self.prompts_begun = 0
-        self.unbound: DecodeRequest | None = None
+        self.starts = PromptStarts(state, self.batch, self.waiting, self.recomputing, preempted)
+        self.prompts, self.loads, self.slots = self.starts.prompts, self.starts.loads, self.starts.slots
         self._batch_changed = False  # by this plan: waiting requests may fit into the next step
 
     # --- the lists -------------------------------------------------------------------------------------------------
@@ -182,10 +178,10 @@ class BatchPlanner:
         gave_way = self._batch_changed and not len(self.batch) and not self._blocks_awaited
         if self._restore() or gave_way:
             self._fill_slots()
-        self._begin_prompts()
+        self.starts.begin_all()
         self._rotation.note((*self.batch.requests, *self.recomputing), self.waiting)
         chunks = self._chunks()
-        while not chunks and not len(self.batch) and self._begin_prompt(even_if_others_wait=True):
+        while not chunks and not len(self.batch) and self.starts.begin(even_if_others_wait=True):
             chunks = self._chunks()  # the next prompt's promised window blocks may be what is missing
         if not len(self.batch) and not chunks:
             return
@@ -239,7 +235,7 @@ class BatchPlanner:
     @property
     def _most_steps(self) -> int:
         """Most steps of answers before the next step with chunks of prompts."""
-        ready = len(self._catching_up) < len(self.recomputing) or self._next_prompt() is not None
+        ready = len(self._catching_up) < len(self.recomputing) or self.starts.following() is not None
         return max(1, self.prompts.steps_until_due) if ready else self._settings.run_steps
 
     def advance(self, steps: int, *, over: bool) -> None:
@@ -264,16 +260,9 @@ class BatchPlanner:
             return
         queues = self.waiting, self._catching_up, self._preempted.queue
         # A run of this length was planned with prompts in mind.
-        prompts = [] if flight.run.steps <= max(1, self._settings.num_continuous_decode_steps) else self._ready_prompts
+        prompts = [] if flight.run.steps <= max(1, self._settings.num_continuous_decode_steps) else self.starts.ready
         if leaving or prompts or any(queues):
             self.run_in_flight = flight.stopped(self._state, *queues, prompts)
-
-    @property
-    def _ready_prompts(self) -> list[DecodeRequest]:
-        """Prompts that the next step could compute."""
-        begun = [request for request in self.recomputing if request.lacks_first_token]
-        following = self._next_prompt()
-        return [*begun, *([following] if following is not None else ())]
 
     def not_computed(self, flight: RunInFlight) -> None:
         """Undo what an aborted run was to do: its copies were not made."""
@@ -567,78 +556,6 @@ class BatchPlanner:
 
     # --- recomputing -----------------------------------------------------------------------------------------------
 
-    def compute_prompt(self, request: DecodeRequest) -> bool:
-        """Bind the promised blocks and compute the prompt behind the cached prefix, as after preemption.
-
-        Returns:
-            False if that is not possible: no slot is free, preempted requests wait for blocks, or cached blocks
-            lack slices and the pool has none to compute these blocks anew.
-        """
-        if request.is_group or self._preempted.queue or not self.slots.has_room_for_prompt(request):
-            return False
-        return self._bind_prompt(request)
-
-    def _bind_prompt(self, request: DecodeRequest) -> bool:
-        """Bind a prompt's promised blocks; False if cached blocks lack slices and cannot be given back."""
-        settings, most = self._settings, self.prompts.reusable_blocks(request)
-        if not self._budget.keep_continuable(request, most, settings.window_blocks):
-            return False
-        held = len(request.blocks)
-        self._budget.bind(request)
-        begin_prompt_here(request, held, settings, self._state.blocks)
-        self.add_restored(request)
-        self.prompts_begun += 1
-        return True
-
-    # --- whole prompts ---------------------------------------------------------------------------------------------
-
-    def _next_prompt(self) -> DecodeRequest | None:
-        """Return the waiting prompt whose turn it is, if it may begin beside all others.
-
-        Requests that were preempted, or wait for more slots than are free, go first. A step's worth of prompts is begun
-        at a time: later ones may belong to a tenant with a smaller share, or find more blocks cached.
-        """
-        if not self.prompts.waiting or self._prompt_work >= self._settings.max_num_batched_tokens:
-            return None
-        if self._preempted.queue and (self._active or self._preempted.blocks_being_freed):
-            return None
-        if not all(map(self.slots.has_room, self.waiting)):
-            return None
-        return next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(self.recomputing)), None)
-
-    @property
-    def _prompt_work(self) -> int:
-        """Tokens that begun prompts have yet to compute."""
-        return self.prompts.tokens_left(self.recomputing)
-
-    def _begin_prompts(self) -> None:
-        """Begin the prompts whose turn it is."""
-        while self._begin_prompt():
-            pass
-
-    def _begin_prompt(self, *, even_if_others_wait: bool = False) -> bool:
-        """Begin the next prompt; return whether there was one that could begin."""
-        request = self._next_prompt()
-        if request is None and even_if_others_wait:
-            request = next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(self.recomputing)), None)
-        if request is None:
-            return False
-        self._budget.match_again(request, self.prompts.reusable_blocks(request))
-        if not self._bind_prompt(request):
-            idle = not self._active and not self._preempted.queue and not list(self._state.ios)
-            self.unbound = request if idle else None
-            return False
-        self.prompts.remove(request)
-        [sequence] = request.sequences
-        self._state.act(SetBlockTable(request.id, tuple(sequence.table.blocks)))
-        self._state.act(BeginPrompt(request.id, sequence.computed))
-        return True
-
-    def answers_begin(self, request: DecodeRequest) -> None:
-        """Note that a prompt's first tokens are known; the request is in no list now."""
-        request.turn = None
-        self.recomputing.remove(request)
-
     def _chunks(self) -> tuple[Chunk, ...]:
         """Plan the chunks computed beside the batch.
 
@@ -690,7 +607,7 @@ class BatchPlanner:
         lists = [[request.id for request in requests] for requests in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        orders = list(self.slots.kept), self._rotation.digest(), self.overdue.digest(), self.prompts
+        orders = list(self.slots.kept), self._rotation.digest(), self.overdue.digest(), self.prompts, self.loads
         return digest_of(counts, run, lists, *orders)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
@@ -698,6 +615,7 @@ class BatchPlanner:
         self.batch.check_invariants()
         self.overdue.check_invariants(requests)
         self.prompts.check_invariants(requests)
+        self.loads.check_invariants(requests)
         finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
         assert all(request.status is RequestStatus.RUNNING or request in finishing for request in self.batch.requests)
         for status, found in (

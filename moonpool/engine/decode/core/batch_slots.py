@@ -11,6 +11,7 @@ class BatchSlots:
         most: slots in a step.
         batch: the running sequences.
         recomputing: requests that recompute: they run then, so their slots are taken.
+        loading: prompts that are computed once their prefix is there, alike.
 
     Attributes:
         kept: slots kept for requests with a promised time between tokens that are not in the batch, by id. A promise
@@ -18,15 +19,17 @@ class BatchSlots:
         due: slots that stay free for the holder of the overdue grant, which still waits for blocks.
     """
 
-    def __init__(self, most: int, batch: RunningBatch, recomputing: list[DecodeRequest]) -> None:
-        self._most, self._batch, self._recomputing = most, batch, recomputing
+    def __init__(
+        self, most: int, batch: RunningBatch, recomputing: list[DecodeRequest], loading: list[DecodeRequest]
+    ) -> None:
+        self._most, self._batch, self._recomputing, self._loading = most, batch, recomputing, loading
         self.kept: dict[int, int] = {}
         self.due = 0
 
     @property
     def num_running(self) -> int:
         """Slots taken."""
-        return len(self._batch) + sum(len(request.sequences) for request in self._recomputing)
+        return len(self._batch) + sum(len(request.sequences) for request in self._recomputing) + len(self._loading)
 
     @property
     def num_kept(self) -> int:

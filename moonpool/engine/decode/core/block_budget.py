@@ -127,8 +127,7 @@ class BlockBudget:
     def register_leading(self, request: DecodeRequest, leading: int) -> None:
         """Register keys for full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
         [sequence] = request.sequences
-        for block, key in zip(sequence.table.blocks[:leading], sequence.keys, strict=False):
-            self.blocks.register(block, key, request.owner)
+        sequence.table.register(sequence.keys, range(leading), self.blocks, request.owner)
 
     def expect(self, request: DecodeRequest, blocks: int) -> None:
         """Set the blocks that a request is expected to need beyond the present blocks."""

@@ -67,10 +67,10 @@ def take_computed_chunk(
     request: DecodeRequest, chunk: Chunk, settings: DecodeSettings, manager: BlockManager
 ) -> RequestSequence:
     """Count a computed chunk and register keys for blocks that are full now; return the chunk's sequence."""
-    sequence, size = request.find(chunk.id), settings.block_size
+    sequence = request.find(chunk.id)
     assert sequence is not None, "sequences end in the batch only"
     sequence.computed = chunk.start + chunk.count
-    for index in range(chunk.start // size, min(sequence.computed // size, len(sequence.keys))):
-        manager.register(sequence.table.blocks[index], sequence.keys[index], request.owner)
+    blocks = range(chunk.start // settings.block_size, sequence.computed // settings.block_size)
+    sequence.table.register(sequence.keys, blocks, manager, request.owner)
     pass_windows(sequence.table, sequence.computed, settings, manager)
     return sequence

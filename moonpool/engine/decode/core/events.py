@@ -6,6 +6,7 @@ from moonpool.base.scheduling.block_lending import LendBlocks, ReturnBlocks
 from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded, Tick
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadEnded
 
 Candidates = tuple[tuple[float, bool], ...]
 """Tokens that may follow one sequence, best first: log probability, and whether the sequence ends with the token."""
@@ -134,6 +135,7 @@ class QueuePrompt:
         patient: no client waits for single tokens.
         delay_s: the prompt stands so many seconds behind in its tenant's order.
         held: for each kvstore, leading blocks that it is believed to hold; None = unknown. Missing values are None.
+        sources: where a prefix may be loaded from, the best first.
     """
 
     id: int
@@ -141,6 +143,7 @@ class QueuePrompt:
     patient: bool = False
     delay_s: float = 0.0
     held: tuple[int | None, ...] = ()
+    sources: tuple[KVSource, ...] = ()
 
 
 @frozen
@@ -305,7 +308,7 @@ class EngineDied:
     why: str
 
 
-IoEnd = SwapEnd | StoreEnd | ReceiveEnd
+IoEnd = SwapEnd | StoreEnd | ReceiveEnd | LoadEnded
 Event = (
     ReserveBlocks
     | TransferOpened

@@ -51,4 +51,14 @@ class ReceiveFlight:
     tables: tuple[BlockTable, ...]
 
 
-IoInFlight = SwapFlight | WriteBackFlight | ReceiveFlight
+@frozen
+class PromptLoadFlight:
+    """A read of `wanted` blocks of a prompt's prefix, from one of the request's sources."""
+
+    request: DecodeRequest
+    source: int
+    wanted: int
+    tables: tuple[BlockTable, ...]
+
+
+IoInFlight = SwapFlight | WriteBackFlight | ReceiveFlight | PromptLoadFlight

@@ -7,7 +7,7 @@ from moonpool.engine.decode.core.events import AdoptRequest
 from moonpool.engine.decode.core.output_retention import OutputRetention
 from moonpool.engine.decode.core.preemption import PreemptedRequests
 from moonpool.engine.decode.core.request import (
-    COPYING,
+    MOVING,
     NO_STREAM,
     PREEMPTIBLE,
     DecodeRequest,
@@ -98,7 +98,7 @@ class OrphanedRequests:
             return []
         still_late, aborted = [], []
         for request in self._late:
-            if request.status in COPYING or self._planner.in_flight(request):
+            if request.status in MOVING or self._planner.in_flight(request):
                 still_late.append(request)
             elif request.status in PREEMPTIBLE or request.status is RequestStatus.PREEMPTED:
                 self._park(request)

@@ -211,8 +211,8 @@ class PreemptedRequests:
             self.enqueue(request)
             return
         for sequence in request.sequences:  # copied blocks are found by their keys again
-            for block, key in zip(sequence.table.blocks, sequence.keys, strict=False):
-                self._state.blocks.register(block, key, request.owner)
+            blocks = range(len(sequence.table.blocks))
+            sequence.table.register(sequence.keys, blocks, self._state.blocks, request.owner)
         request.set_status(RequestStatus.WAITING)
 
     def _observe(self, nbytes: int, seconds: float) -> None:

@@ -76,18 +76,14 @@ class PromptQueue:
 
     def in_order(self, recomputing: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Return requests in the order of their chunks: what was running before, then prompts in fair order."""
-        queues: dict[str, list[QueueEntry]] = {}
-        prompts: dict[int, DecodeRequest] = {}
+        prompts, entries = dict[int, DecodeRequest](), list[QueueEntry]()
         for request in recomputing:
             if request.turn is not None:
                 prompts[request.id] = request
-                entry = QueueEntry(request.turn, self._seconds(request, self._left(request)))
-                queues.setdefault(request.spec.tenant, []).append(entry)
+                entries.append(QueueEntry(request.turn, self._seconds(request, self._left(request))))
         if not prompts:
             return list(recomputing)
-        for queue in queues.values():
-            queue.sort(key=lambda entry: entry.key.order_in_tenant)
-        fair = [prompts[entry.key.number] for entry in self._shares.order(queues.values())]
+        fair = [prompts[entry.key.number] for entry in self._shares.order_unsorted(entries)]
         return [*(request for request in recomputing if not request.lacks_first_token), *fair]
 
     def _seconds(self, request: DecodeRequest, tokens: int, behind: int = 0) -> float:
@@ -130,7 +126,9 @@ class PromptQueue:
     def _left(self, request: DecodeRequest) -> int:
         sequence = request.sequences[0]
         begun = request.status not in (RequestStatus.PROMISED, RequestStatus.QUEUED)
-        done = sequence.computed if begun else len(sequence.table.blocks) * self._settings.block_size
+        there = request.prefix.asked_end if request.status is RequestStatus.LOADING else len(sequence.table.blocks)
+        begun = begun and request.status is not RequestStatus.LOADING
+        done = sequence.computed if begun else there * self._settings.block_size
         return max(1, sequence.tokens - done)
 
     def drain_s(self, requests: Collection[DecodeRequest]) -> float:

@@ -13,6 +13,7 @@ from moonpool.base.scheduling.request import EngineRequest
 from moonpool.engine.decode.core.beam_search import BeamSearch
 from moonpool.engine.decode.core.events import ReserveBlocks
 from moonpool.engine.scheduler.block_table import BlockTable
+from moonpool.engine.scheduler.prefix_sources import KVSource, PrefixLoaded, PrefixMiss
 
 NO_STREAM = 0
 """`DecodeRequest.stream` after losing the conductor."""
@@ -33,6 +34,8 @@ class RequestStatus(Enum):
     """Has KV for all tokens but the last. Waits for a slot in the batch, or for a block."""
     RUNNING = "running"
     """In the batch."""
+    LOADING = "loading"
+    """The prompt is computed here, and its prefix is loaded into the blocks from a kvstore or another instance."""
     RECOMPUTING = "recomputing"
     """Computes missing KV chunk by chunk: after preemption, behind known tokens, or of a prompt computed here."""
     SWAPPING_OUT = "swapping out"
@@ -53,7 +56,8 @@ _RESTORED = (_S.WAITING, _S.RECOMPUTING, _S.SWAPPING_IN)
 
 TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
     _S.PROMISED: frozenset({_S.RECEIVING, _S.QUEUED, _S.WAITING, _S.RECOMPUTING, _S.FINISHING}),
-    _S.QUEUED: frozenset({_S.RECOMPUTING, _S.FINISHING}),
+    _S.QUEUED: frozenset({_S.LOADING, _S.RECOMPUTING, _S.FINISHING}),
+    _S.LOADING: frozenset({_S.RECOMPUTING, _S.FINISHING}),
     _S.RECEIVING: frozenset({_S.RECEIVED, _S.FINISHING}),
     _S.RECEIVED: frozenset({_S.WAITING, _S.FINISHING}),
     _S.WAITING: frozenset({_S.RUNNING, _S.PREEMPTED, _S.SWAPPING_OUT, _S.FINISHING, _S.PARKED}),
@@ -72,6 +76,8 @@ PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOM
 """The request may be preempted if no step in flight computes the request."""
 COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN)
 """A copy uses the request's blocks."""
+MOVING = (*COPYING, RequestStatus.LOADING)
+"""A copy or a load uses the request's blocks."""
 
 
 @frozen
@@ -150,6 +156,25 @@ class PreemptionState:
         return self.sharing
 
 
+@dataclass(slots=True)
+class PrefixState:
+    """The leading part of a whole prompt that need not be computed.
+
+    Attributes:
+        held: leading blocks that were cached.
+        io: the last load's I/O number; 0 = no load has begun.
+        asked_end: blocks that the prompt has if that load arrives whole.
+        misses: blocks that a kvstore lacked.
+        loads: loads that arrived whole.
+    """
+
+    held: int = 0
+    io: int = 0
+    asked_end: int = 0
+    misses: list[PrefixMiss] = field(default_factory=list)
+    loads: list[PrefixLoaded] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """A request: a group of sequences that runs, is preempted and restored together; mostly one sequence.
@@ -180,6 +205,8 @@ class DecodeRequest:
             the kvstores.
         search: chooses which sequences fork; None = each sequence continues alone.
         held_by_stores: see `QueuePrompt.held`.
+        sources: where the prefix of a whole prompt may be loaded from, the best first.
+        prefix: of a whole prompt whose turn has come.
         turn: place among the whole prompts computed here, until the first token; None = no such prompt.
         takeover: what another conductor needs for a takeover.
         preemption: how the request was preempted.
@@ -208,6 +235,8 @@ class DecodeRequest:
     prompt_here: bool = False
     turn: QueueKey | None = None
     held_by_stores: tuple[int | None, ...] = ()
+    sources: tuple[KVSource, ...] = ()
+    prefix: PrefixState = field(default_factory=PrefixState)
 
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:

@@ -43,12 +43,12 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
-from moonpool.engine.decode.core.in_flight import ReceiveFlight, SwapFlight, WriteBackFlight
+from moonpool.engine.decode.core.in_flight import PromptLoadFlight, ReceiveFlight, SwapFlight, WriteBackFlight
 from moonpool.engine.decode.core.orphans import OrphanedRequests
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.preemption import PreemptedRequests
 from moonpool.engine.decode.core.request import (
-    COPYING,
+    MOVING,
     DecodeRequest,
     RequestStatus,
     RequestTable,
@@ -58,6 +58,7 @@ from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.write_back import BlockWriteBack
 from moonpool.engine.scheduler.block_table import check_pins
+from moonpool.engine.scheduler.prefix_sources import LoadEnded
 
 NO_PLACE = "the prompt cannot be computed here now"
 _Transfer = TransferOpened | TransferProgress | TransferComplete
@@ -154,8 +155,8 @@ class DecodeScheduler:
 
     def _plan(self) -> None:
         self.planner.plan()
-        while (unbound := self.planner.unbound) is not None:
-            self.planner.unbound = None
+        while (unbound := self.planner.starts.unbound) is not None:
+            self.planner.starts.unbound = None
             self._abort([unbound], NO_PLACE)
             self.planner.plan()
 
@@ -230,7 +231,7 @@ class DecodeScheduler:
 
     def _compute_prompt(self, request: DecodeRequest, event: ComputePrompt) -> None:
         nothing_came = request.status is RequestStatus.PROMISED
-        if nothing_came and event.stream in self._streams and self.planner.compute_prompt(request):
+        if nothing_came and event.stream in self._streams and self.planner.starts.compute_at_once(request):
             request.stream = event.stream
             request.patient = event.patient and not request.tbt_slo_s
             self._leases.clear(request.id)
@@ -244,6 +245,7 @@ class DecodeScheduler:
             self._abort([request], "the conductor's stream ended")
             return
         request.stream, request.held_by_stores = event.stream, event.held
+        request.sources = event.sources if request.asked.reuse else ()
         request.patient = event.patient and not request.tbt_slo_s
         self._leases.clear(request.id)
         self.planner.prompts.add(request, event.delay_s)
@@ -267,7 +269,7 @@ class DecodeScheduler:
             request.search.first_candidates = first.candidates
         if all(first.finishes):
             self.write_back.write_window(request, sequence)
-        self.planner.answers_begin(request)
+        self.planner.starts.answers_begin(request)
         request.set_status(RequestStatus.RECEIVED)
         sequence.tokens += 1
         self._begin_answers(request)
@@ -341,7 +343,9 @@ class DecodeScheduler:
             for sequence in request.sequences:
                 self.write_back.write_window(request, sequence)
         # Blocks stay until whoever reads or writes them has ended; else their next owner would be damaged.
-        in_use = request.status in COPYING or self._stop_receiving(request)
+        if request.status is RequestStatus.LOADING:
+            self.planner.loads.give_up(request)
+        in_use = request.status in MOVING or self._stop_receiving(request)
         quiet = not in_use and self.planner.try_remove(request)
         self.planner.slots.kept.pop(request.id, None)
         request.set_status(RequestStatus.FINISHING)
@@ -463,6 +467,8 @@ class DecodeScheduler:
                 return
             case SwapFlight(), SwapEnd() as result:
                 self.preempted.swap_ended(pin, result)
+            case PromptLoadFlight(), LoadEnded() as result:
+                self.planner.loads.ended(pin, result)
             case _ if not isinstance(pin, ReceiveFlight):
                 raise TypeError(f"{event.result} does not answer I/O {event.io}")
         if pin.request.status is RequestStatus.FINISHING:
@@ -487,7 +493,7 @@ class DecodeScheduler:
         self.write_back.check_invariants(requests)
         for request in requests:
             request.check_invariants(leased=self._leases.at(request.id) is not None)
-            assert request.status not in COPYING or request in copying
+            assert request.status not in MOVING or request in copying
             assert request.status is not RequestStatus.FINISHING or request in copying or request in self._finishing
 
     def digest(self) -> bytes:

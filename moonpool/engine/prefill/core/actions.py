@@ -10,6 +10,7 @@ from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.kv_deletion import KVDeleted
 from moonpool.base.scheduling.state_machine import CancelIo
+from moonpool.engine.scheduler.prefix_sources import LoadBlocks, PrefixLoaded, PrefixMiss
 
 
 class RefusalReason(Enum):
@@ -122,24 +123,6 @@ class GiveUpStep:
 
 
 @frozen
-class LoadBlocks:
-    """Read blocks from one of the request's sources into the pool, layers in order.
-
-    Attributes:
-        source: index in the request's sources.
-        first: the first block's index in the sequence.
-        timeout_s: longest time for the whole load.
-    """
-
-    io: int
-    id: int
-    source: int
-    first: int
-    blocks: tuple[int, ...]
-    timeout_s: float
-
-
-@frozen
 class ReadReplica:
     """Read a replication's blocks from the source into the pool.
 
@@ -228,30 +211,6 @@ class WriteBackBlocks:
     first: int
     blocks: tuple[int, ...]
     windowed: tuple[int, ...] = ()
-
-
-@frozen
-class PrefixMiss:
-    """A kvstore lacked a block that the scheduler believed to be there.
-
-    Attributes:
-        source: index in the request's sources.
-        block: index in the sequence; the kvstore held the blocks before.
-        windowed: the block was there, without the slices of layers with a window.
-    """
-
-    source: int
-    block: int
-    windowed: bool = False
-
-
-@frozen
-class PrefixLoaded:
-    """A source sent all blocks asked for. `source`: index in the request's sources."""
-
-    source: int
-    blocks: int
-    seconds: float
 
 
 @frozen

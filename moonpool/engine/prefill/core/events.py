@@ -5,21 +5,7 @@ from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_lending import LendBlocks, ReturnBlocks
 from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.request import EngineRequest
-
-
-@frozen
-class KVSource:
-    """A kvstore, or another engine instance, that a prefix may be loaded from.
-
-    Attributes:
-        name: equal names mean the same instance in the same epoch.
-        blocks: leading blocks that are believed to be there.
-        peer: the source is an engine instance, and blocks are read from the instance's pool.
-    """
-
-    name: str
-    blocks: int
-    peer: bool = False
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadEnded
 
 
 @frozen
@@ -142,24 +128,6 @@ class StepEnded:
     aborted: bool
     seconds: float
     share: float = 1.0
-
-
-@frozen
-class LoadEnded:
-    """A load has ended; no writes into the blocks follow.
-
-    Attributes:
-        blocks: leading blocks that are whole in all layers.
-        missing: first block that the source has lost or, if a peer, does not lend.
-        failed: the source did not answer properly, and is skipped for a while.
-        windowed: the source has lost only the missing block's slices of layers with a window.
-    """
-
-    blocks: int
-    missing: int | None = None
-    failed: bool = False
-    seconds: float = 0.0
-    windowed: bool = False
 
 
 @frozen

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_manager import KVOwner
-from moonpool.engine.prefill.core.events import KVSource
 from moonpool.engine.scheduler.block_table import BlockTable
+from moonpool.engine.scheduler.prefix_sources import KVSource
 
 
 @dataclass(slots=True, eq=False)

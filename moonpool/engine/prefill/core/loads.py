@@ -3,10 +3,8 @@
 A failing source is skipped for a while: the failure delays one request by one deadline, not every request.
 """
 
-from moonpool.base.scheduling.latency import Speeds, load_is_cheaper, load_seconds, prompt_work
+from moonpool.base.scheduling.latency import load_is_cheaper, load_seconds, prompt_work
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.engine.prefill.core.actions import LoadBlocks, PrefixLoaded, PrefixMiss
-from moonpool.engine.prefill.core.events import KVSource, LoadEnded
 from moonpool.engine.prefill.core.forecast import is_computed_by_other, overtake_at, wait_for_other_load_until
 from moonpool.engine.prefill.core.in_flight import LoadFlight
 from moonpool.engine.prefill.core.request import OvertakenLoad, PrefillRequest, PrefixLoad
@@ -14,10 +12,7 @@ from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.step_planner import StepPlanner
 from moonpool.engine.prefill.core.transfers import OutgoingTransfers
 from moonpool.engine.scheduler.block_table import BlockTable
-
-FAILED_SOURCE_PAUSE_S = 2.0
-LOAD_SLACK = 4.0
-"""A load may take this many times the predicted seconds, plus the configured timeout."""
+from moonpool.engine.scheduler.prefix_sources import KVSources, LoadBlocks, LoadEnded, PrefixLoaded, PrefixMiss
 
 
 class PrefixLoads:
@@ -25,7 +20,7 @@ class PrefixLoads:
 
     Attributes:
         loaded_blocks: blocks that arrived whole.
-        failures: loads that failed for another reason than missing or damaged blocks.
+        sources: where prefixes are loaded from.
         overtaken: loads that took longer than computing their blocks.
         undecided: requests that wait for another request before deciding (`decide_again`).
     """
@@ -34,11 +29,10 @@ class PrefixLoads:
         self._state = state
         self._steps = steps
         self._sends = sends
-        self._paused: dict[str, float] = {}
+        self.sources = KVSources(state.tracker, state.settings.load_timeout_s)
         self.undecided: dict[int, None] = {}
         self._in_flight: dict[int, int] = {}  # request of each load
         self.loaded_blocks = 0
-        self.failures = 0
         self.overtaken = 0
 
     def decide(self, request: PrefillRequest) -> None:
@@ -87,7 +81,7 @@ class PrefixLoads:
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
         """End a load; blocks that did not arrive are computed."""
         del self._in_flight[io]
-        self.learn(flight.source, flight.nbytes, flight.wanted, result)
+        self.sources.learn(flight.source, flight.nbytes, flight.wanted, result, self._state.now)
         self.loaded_blocks += result.blocks
         request = self._state.requests.get(flight.request)
         overtaken = request.prefix.overtaken if request is not None else None
@@ -113,8 +107,8 @@ class PrefixLoads:
 
     def digest(self) -> bytes:
         """Return a hash of the paused sources, the undecided requests and the counters."""
-        counts = self.loaded_blocks, self.failures, self.overtaken
-        return digest_of(self._paused, self.undecided, self._in_flight, *counts)
+        counts = self.loaded_blocks, self.overtaken
+        return digest_of(self.sources, self.undecided, self._in_flight, *counts)
 
     # --- overtaking ------------------------------------------------------------------------------------------------
 
@@ -244,7 +238,7 @@ class PrefixLoads:
 
     def _load_from_next(self, request: PrefillRequest, load: PrefixLoad) -> bool:
         for source in range(load.source + 1, len(request.sources)):
-            if not self.is_paused(request.sources[source]):
+            if not self.sources.is_paused(request.sources[source], self._state.now):
                 request.prefix.next_source = source
                 self._begin(request, load.first, load.end)
                 return True
@@ -262,13 +256,13 @@ class PrefixLoads:
         request.prefix.load = PrefixLoad(io, index, first, end, state.now, state.now)
         blocks = tuple(request.table.blocks[first:end])
         state.manager.give_slots(blocks[-state.settings.window_blocks :])
-        state.act(LoadBlocks(io, request.id, index, first, blocks, self.timeout_s(source, nbytes)))
+        state.act(LoadBlocks(io, request.id, index, first, blocks, self.sources.timeout_s(source, nbytes)))
 
     def _worth(self, request: PrefillRequest) -> int:
         """Return leading blocks that the prompt should have after the next source's load; 0: computing is cheaper."""
         source, settings = request.sources[request.prefix.next_source], self._state.settings
-        speeds, blocks = self._speeds(source), min(source.blocks, self._state.reusable_blocks(request))
-        if self.is_paused(source) or blocks <= request.prefix.blocks:
+        speeds, blocks = self.sources.speeds(source), min(source.blocks, self._state.reusable_blocks(request))
+        if self.sources.is_paused(source, self._state.now) or blocks <= request.prefix.blocks:
             return 0
         lacking = blocks - request.prefix.blocks
         if self._state.manager.num_slots_available < min(settings.window_blocks, lacking):
@@ -285,29 +279,7 @@ class PrefixLoads:
         blocks = min(source.blocks, self._state.reusable_blocks(request)) - held if source is not None else 0
         if source is None or blocks <= 0:
             return 0.0
-        return load_seconds(self._speeds(source), self._state.settings.moved_bytes(blocks))
-
-    def timeout_s(self, source: KVSource, nbytes: int) -> float:
-        """Return longest time for reading `nbytes`, seconds."""
-        return self._state.settings.load_timeout_s + LOAD_SLACK * load_seconds(self._speeds(source), nbytes)
-
-    def learn(self, source: KVSource, nbytes: int, blocks: int, result: LoadEnded) -> None:
-        """Learn from a read of `blocks` blocks; pause a source that failed."""
-        if result.failed:
-            self.failures += 1
-            self._paused = {name: at for name, at in self._paused.items() if at > self._state.now}
-            self._paused[source.name] = self._state.now + FAILED_SOURCE_PAUSE_S
-        elif result.blocks == blocks:
-            self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
-
-    def _speeds(self, source: KVSource) -> Speeds:
-        """Return the instance's speeds, with the load rate for this kind of source."""
-        speeds = self._state.tracker.speeds
-        return speeds.loading_from_peers() if source.peer else speeds
-
-    def is_paused(self, source: KVSource) -> bool:
-        """Return whether a source is paused after a failure."""
-        return self._paused.get(source.name, 0.0) > self._state.now
+        return load_seconds(self.sources.speeds(source), self._state.settings.moved_bytes(blocks))
 
     def _request_of(self, io: int) -> PrefillRequest | None:
         """Return the load's request; None if the request has ended or does not use the load any more."""

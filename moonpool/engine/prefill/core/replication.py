@@ -9,12 +9,20 @@ from collections.abc import Iterator
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_manager import KVOwner
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.engine.prefill.core.actions import EndReplication, ReadReplica
-from moonpool.engine.prefill.core.events import LoadEnded, ReplicateBlocks
+from moonpool.engine.prefill.core.actions import (
+    EndReplication,
+    ReadReplica,
+)
+from moonpool.engine.prefill.core.events import (
+    ReplicateBlocks,
+)
 from moonpool.engine.prefill.core.in_flight import ReplicaFlight
-from moonpool.engine.prefill.core.loads import PrefixLoads
+from moonpool.engine.prefill.core.loads import (
+    PrefixLoads,
+)
 from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.scheduler.block_table import BlockTable
+from moonpool.engine.scheduler.prefix_sources import LoadEnded
 
 REPLICA_PART = 2
 """A replication takes at most 1 / this number of the free or cached blocks that waiting prompts do not need."""
@@ -66,7 +74,7 @@ class Replication:
         spare = manager.num_available - needed - sum(map(manager.is_cached, held))
         windows = min(missing, state.settings.window_blocks)
         full = missing * REPLICA_PART > spare or windows * REPLICA_PART > manager.num_slots_available
-        if not missing or full or self._loads.is_paused(event.source):
+        if not missing or full or self._loads.sources.is_paused(event.source, self._state.now):
             return False
         manager.acquire(held, len(held))
         table = BlockTable([*held, *manager.allocate(missing)], past=len(held))
@@ -74,7 +82,7 @@ class Replication:
         nbytes, owner = state.settings.moved_bytes(missing), KVOwner(event.tenant)
         state.replica = ReplicaFlight(event.number, event.keys, owner, table, event.source, nbytes, state.now)
         self._io = state.ios.begin(state.replica)
-        timeout_s = self._loads.timeout_s(event.source, nbytes)
+        timeout_s = self._loads.sources.timeout_s(event.source, nbytes)
         state.act(ReadReplica(self._io, event.number, len(held), tuple(table.blocks[len(held) :]), timeout_s))
         return True
 
@@ -82,7 +90,7 @@ class Replication:
         """Keep the blocks that arrived whole."""
         self._io = self._state.replica = None
         manager, table, first = self._state.manager, flight.table, flight.table.past
-        self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - first, result)
+        self._loads.sources.learn(flight.source, flight.nbytes, len(flight.keys) - first, result, self._state.now)
         end = first + result.blocks
         fresh = table.blocks[first:end]
         for block, key in zip(fresh, flight.keys[first:end], strict=True):

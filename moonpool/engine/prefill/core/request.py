@@ -7,11 +7,14 @@ from enum import Enum
 from moonpool.base.scheduling.block_manager import KVOwner
 from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.engine.prefill.core.actions import PrefixLoaded, PrefixMiss
-from moonpool.engine.prefill.core.events import AddRequest, KVSource, WriteBackTarget
+from moonpool.engine.prefill.core.events import (
+    AddRequest,
+    WriteBackTarget,
+)
 from moonpool.engine.prefill.core.outgoing_kv import OutgoingKV
 from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.engine.scheduler.block_table import BlockTable
+from moonpool.engine.scheduler.prefix_sources import KVSource, PrefixLoaded, PrefixMiss
 
 
 class PrefillStatus(Enum):

@@ -29,7 +29,6 @@ from moonpool.engine.prefill.core.events import (
     IoResult,
     LayerComputed,
     LayerLoaded,
-    LoadEnded,
     ReplicateBlocks,
     SlicesSent,
     StepEnded,
@@ -46,7 +45,9 @@ from moonpool.engine.prefill.core.in_flight import (
     WriteBackFlight,
 )
 from moonpool.engine.prefill.core.invariants import check_prefill_state
-from moonpool.engine.prefill.core.loads import PrefixLoads
+from moonpool.engine.prefill.core.loads import (
+    PrefixLoads,
+)
 from moonpool.engine.prefill.core.replication import Replication
 from moonpool.engine.prefill.core.request import PrefillRequest, PrefillStatus
 from moonpool.engine.prefill.core.settings import PrefillSettings
@@ -54,6 +55,7 @@ from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.step_planner import StepPlanner
 from moonpool.engine.prefill.core.transfers import OutgoingTransfers
 from moonpool.engine.prefill.core.write_back import PromptWriteBack
+from moonpool.engine.scheduler.prefix_sources import LoadEnded
 
 MIN_RETRY_S = 0.1
 

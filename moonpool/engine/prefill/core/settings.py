@@ -24,9 +24,6 @@ class PrefillSettings(PoolSettings):
     stages: int = 1
     max_started: int = 64
     max_queue: int = setting(1024, "requests waiting or running at most; more are refused", ge=1)
-    load_timeout_s: float = setting(
-        5.0, "seconds a load from a kvstore may take beyond what is predicted; after that the KV is computed", gt=0
-    )
     verdict_timeout_s: float = setting(30.0, "seconds a decode instance has to confirm a transfer", gt=0)
     windowed_layers: frozenset[int] = frozenset()
 

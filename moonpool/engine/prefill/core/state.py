@@ -116,9 +116,9 @@ class PrefillState:
 
     def advance(self, request: PrefillRequest, end: int) -> None:
         """Register the keys of the full blocks up to token `end`, whose KV is there."""
-        size = self.settings.block_size
         assert request.table is not None
-        for index in range(request.computed // size, end // size):
-            self.manager.register(request.table.blocks[index], request.spec.keys[index], request.owner)
+        size = self.settings.block_size
+        blocks = range(request.computed // size, end // size)
+        request.table.register(request.spec.keys, blocks, self.manager, request.owner)
         request.computed = end
         request.scheduled = max(request.scheduled, end)

@@ -203,15 +203,9 @@ class StepPlanner:
     def _fair_order(self) -> Iterator[PrefillRequest]:
         """Return started requests that have something to compute, in fair order."""
         state = self._state
-        queues: dict[str, list[QueueEntry]] = {}
-        for request in state.started.values():
-            if self._plannable(request):
-                queues.setdefault(request.queue_key.tenant, []).append(
-                    QueueEntry(request.queue_key, self._next_s(request))
-                )
-        for queue in queues.values():
-            queue.sort(key=lambda entry: entry.key.order_in_tenant)
-        return (state.requests[entry.key.number] for entry in state.shares.order(queues.values()))
+        plannable = [request for request in state.started.values() if self._plannable(request)]
+        entries = [QueueEntry(request.queue_key, self._next_s(request)) for request in plannable]
+        return (state.requests[entry.key.number] for entry in state.shares.order_unsorted(entries))
 
     def _next_s(self, request: PrefillRequest) -> float:
         """Return predicted seconds for a request's largest slice that fits a step."""

@@ -284,6 +284,8 @@ def test_of_tenants_with_equal_times_the_next_items_ranks_count() -> None:
         for tenant, own in ranks.items()
     ]
     assert [entry.key.rank for entry in shares.order(queues)] == [0.0, 1.0, 3.0, 5.0, 9.0]
+    mixed = [entry for queue in queues for entry in reversed(queue)]
+    assert list(shares.order_unsorted(mixed)) == list(shares.order(queues))
 
 
 def test_priorities_have_bounds() -> None:

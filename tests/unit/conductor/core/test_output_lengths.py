@@ -13,6 +13,7 @@ from moonpool.conductor.core.output_lengths import (
     PRIOR_ANSWERS,
     OutputLengthModel,
     Stratum,
+    hinted,
 )
 from tests.examples import examples
 
@@ -112,3 +113,19 @@ def test_a_curve_falls_from_one(answers: list[tuple[int, bool, str]], at: float)
     assert heights == sorted(heights, reverse=True)
     assert 0.0 <= lengths.outlives(stratum, at) <= 1.0
     assert len(lengths) == sum(not natural for _, natural, _ in answers)
+
+
+def test_a_hint_counts_until_answers_with_such_hints_have_ended() -> None:
+    lengths = OutputLengthModel(assumed=100)
+    long, short = hinted("tenant", 1000), hinted("tenant", 10)
+    assert (hinted("tenant", 0), long, hinted("tenant", 1024), hinted("tenant", 1)) == (
+        ONE, ("tenant", "~1024"), long, ("tenant", "~1"),
+    )  # fmt: skip
+    assert lengths.outlives(long, 512) == pytest.approx(exp(-0.5), rel=1e-3)
+    assert lengths.outlives(short, 16) == pytest.approx(exp(-1.0), rel=1e-3)
+    assert lengths.outlives(ONE, 50) == pytest.approx(exp(-0.5), rel=1e-3)
+    for number in range(200):
+        seen(lengths, number, 10, long)
+    assert lengths.outlives(long, 100) < 0.05, "hints that are wrong are unlearnt"
+    assert lengths.outlives(short, 16) == pytest.approx(exp(-1.0), rel=1e-3)
+    lengths.check_invariants()

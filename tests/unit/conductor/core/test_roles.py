@@ -10,7 +10,7 @@ from moonpool.conductor.core.cluster_view import ClusterView
 from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.core.events import Event, InstanceJoined, InstanceLeft, LoadReported, RoleChangeRequested
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.roles import CHANGE_S, SETTLE_S, RoleLimits
+from moonpool.conductor.core.roles import CHANGE_S, SETTLE_S, RoleChange, RoleLimits
 from tests.unit.conductor.core.world import LIMITS, SHAPE
 
 SPEEDS = Speeds(prefill_per_token_s=0.001, decode_base_s=0.05, decode_per_sequence_s=0.001)
@@ -211,6 +211,15 @@ def test_a_pool_that_needs_several_gets_them_one_after_the_other() -> None:
     joined = world.now
     world.wait(100)
     assert world.changes[1:] == [(joined + SETTLE_S, "d1", InstanceKind.PREFILL)]
+
+
+@pytest.mark.parametrize(("in_place", "ended"), [(False, True), (True, False)])
+def test_a_change_in_place_is_over_when_the_same_id_has_joined(in_place: bool, ended: bool) -> None:
+    change = RoleChange("d0", InstanceKind.PREFILL, 0.0, in_place=in_place)
+    assert change.is_ended_by(InstanceFacts("d0", 2, InstanceKind.PREFILL, BLOCKS, SHAPE, SPEEDS))
+    assert change.is_ended_by(InstanceFacts("p9", 1, InstanceKind.PREFILL, BLOCKS, SHAPE, SPEEDS)) is ended
+    assert not change.is_ended_by(InstanceFacts("d0", 2, InstanceKind.DECODE, BLOCKS, SHAPE, SPEEDS))
+    assert (change.limit_s < CHANGE_S) is in_place
 
 
 def draining(world: World, name: str) -> None:

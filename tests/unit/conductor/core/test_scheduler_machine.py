@@ -18,7 +18,7 @@ from .world import BLOCK, NO_ROOM, World
 
 FAILURES = [Failure(kind, "a test says so") for kind in FailureKind if kind is not FailureKind.OVERLOADED]
 STALE_QUEUE = Failure(FailureKind.OVERLOADED, "the prompts there take longer", reason=STALE)
-REFUSALS = [NO_ROOM, STALE_QUEUE, Failure(FailureKind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
+REFUSALS = [NO_ROOM, Failure(FailureKind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
 FINISH = st.none() | st.none() | st.sampled_from([CompletionReason.STOP, CompletionReason.LENGTH])
 KEYS = tuple(bytes([number]) * 32 for number in range(7))
 SEVERAL = [(1, False), (1, False), (1, False), (2, False), (1, True), (2, True)]
@@ -125,7 +125,9 @@ class RequestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.calls(CallReserve))
     @rule(data=st.data(), why=st.sampled_from(REFUSALS * 4 + FAILURES))
     def refuse(self, data: st.DataObject, why: Failure) -> None:
-        self.world.end(data.draw(st.sampled_from(self.calls(CallReserve))), why)
+        call = data.draw(st.sampled_from(self.calls(CallReserve)))
+        assert isinstance(call, CallReserve)
+        self.world.end(call, STALE_QUEUE if why is REFUSALS[1] and call.max_queue_s is not None else why)
 
     @precondition(lambda self: self.fresh_prefills())
     @rule(data=st.data(), finish=FINISH)

@@ -38,7 +38,7 @@ async def test_the_next_turn_is_computed_behind_the_first_one() -> None:
         await conductor.compute("b", target)
         await conductor.until(lambda: "b" in conductor.reasons)
         assert conductor.tokens["b"] == continuation(second, BLOCK)
-        assert decode.service.core.planner.prompts_begun == 1
+        assert decode.service.core.planner.starts.begun == 1
         await decode.rest()
 
 
@@ -53,7 +53,7 @@ async def test_the_same_prompt_again_computes_what_its_full_blocks_leave(length:
             await conductor.compute(name, target)
             await conductor.until(lambda name=name: name in conductor.reasons)  # type: ignore[misc]
             assert conductor.tokens[name] == continuation(tokens, BLOCK)
-        assert decode.service.core.planner.prompts_begun == 3
+        assert decode.service.core.planner.starts.begun == 3
         await decode.rest()
 
 

@@ -16,7 +16,7 @@ from moonpool.engine.kernels.choice import DTYPES
 from moonpool.engine.kernels.memory import LARGE_PAGE, WeightArena
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.native.library import Library
-from moonpool.engine.kernels.weight_file import WeightFile
+from moonpool.engine.weight_file import WeightFile
 from tests.examples import examples, pairs
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")

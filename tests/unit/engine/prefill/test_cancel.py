@@ -74,7 +74,7 @@ async def test_cancel_while_loading() -> None:
         story.call.cancel()
         await prefill.rest()
         assert prefill.engine.aborts == [prefill.engine.steps[0].step_id]
-        assert prefill.service.core.loads.failures == 0, "the store is asked again"
+        assert prefill.service.core.loads.sources.failures == 0, "the store is asked again"
         await decode.rest()
 
 

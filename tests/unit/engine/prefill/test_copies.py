@@ -8,16 +8,18 @@ from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.scheduling.block_lending import LendBlocks
 from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
-from moonpool.engine.prefill.core.actions import EndReplication, ReadReplica
+from moonpool.engine.prefill.core.actions import (
+    EndReplication,
+    ReadReplica,
+)
 from moonpool.engine.prefill.core.events import (
     Drain,
-    KVSource,
-    LoadEnded,
     ReplicateBlocks,
     StopAllRequests,
     StopReplicating,
 )
 from moonpool.engine.prefill.core.replication import MAX_ORDERS
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadEnded
 from moonpool.v1 import conductor_pb2
 from tests.unit.engine.prefill.calls import begin
 from tests.unit.engine.prefill.core.world import BT, World, keys

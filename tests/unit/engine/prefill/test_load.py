@@ -125,11 +125,11 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
         assert_arrived(decode, tokens)
         dismiss(decode)
         failed = fault not in ("fewer", "nothing")
-        assert prefill.service.core.loads.failures == failed
+        assert prefill.service.core.loads.sources.failures == failed
         if failed:  # and it is left alone for a while
             again = prompt(3 * BLOCK + 3, 7)
             await (await begin(prefill, spec("b", again, max_tokens=1), source=source(place, 3))).to_the_end()
-            assert prefill.service.core.loads.failures == 1
+            assert prefill.service.core.loads.sources.failures == 1
 
 
 @pytest.mark.parametrize("fault", ["mute", "refused", "nothing", "midway"])
@@ -167,7 +167,7 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
         if fault in ("mute", "refused"):  # the first one is left alone for a while
             again = await begin(prefill, spec("b", tokens, max_tokens=1), source=source(place, 4))
             await again.to_the_end()
-            assert prefill.service.core.loads.failures == 1
+            assert prefill.service.core.loads.sources.failures == 1
 
 
 async def test_loads_only_where_it_is_cheaper() -> None:

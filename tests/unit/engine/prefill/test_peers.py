@@ -118,7 +118,7 @@ async def test_a_peer_that_stops_in_the_middle_of_a_read() -> None:
         peer.service.closing.set()
         told = await story.to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
-        assert prefill.service.core.loads.failures == 1
+        assert prefill.service.core.loads.sources.failures == 1
 
 
 async def test_a_reader_of_other_kv_is_refused() -> None:
@@ -130,4 +130,4 @@ async def test_a_reader_of_other_kv_is_refused() -> None:
             await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
         ).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
-        assert prefill.service.core.loads.failures == 1
+        assert prefill.service.core.loads.sources.failures == 1

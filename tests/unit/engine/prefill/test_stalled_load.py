@@ -99,7 +99,7 @@ async def test_past_its_deadline_the_rest_is_computed_while_others_go_on() -> No
         assert late.token is None
         first = await late.to_the_end()
         assert (first.token_id, first.loaded_tokens) == (next_token(tokens), 0)
-        assert prefill.service.core.loads.failures == 1
+        assert prefill.service.core.loads.sources.failures == 1
         assert_arrived(decode, tokens)
         dismiss(decode)
 
@@ -117,6 +117,6 @@ async def test_a_stalled_load_is_overtaken() -> None:
         first = await late.to_the_end()
         assert (first.token_id, first.loaded_tokens) == (next_token(tokens), 0)
         assert first.overtaken_tokens == 4 * BLOCK
-        assert (prefill.service.core.loads.overtaken, prefill.service.core.loads.failures) == (1, 0)
+        assert (prefill.service.core.loads.overtaken, prefill.service.core.loads.sources.failures) == (1, 0)
         assert_arrived(decode, tokens)
         dismiss(decode)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.block_manager import NO_OWNER, BlockManager
 from moonpool.engine.scheduler.block_table import BlockTable, PinnedIo, check_pins
 from moonpool.engine.scheduler.block_writes import BlockWrites
 
@@ -75,6 +76,14 @@ def test_writes_count_no_windows_where_no_layer_has_one() -> None:
     writes = BlockWrites(manager)
     table = writes.hold(manager.allocate(2), past=1)
     assert (table.past, writes.windows) == (0, 0)
+
+
+def test_only_full_blocks_of_the_range_get_their_keys() -> None:
+    manager = BlockManager(8)
+    table, keys = BlockTable(manager.allocate(4)), [BlockKey(bytes([index]) * 16) for index in range(3)]
+    table.register(keys, range(1, 4), manager, NO_OWNER)
+    assert [manager.key_of(block) for block in table.blocks] == [None, *keys[1:], None]
+    table.register(keys, range(4, 4), manager, NO_OWNER)
 
 
 @pytest.mark.parametrize("fault", ["forgotten owner", "forgotten pin", "leak", "twice"])

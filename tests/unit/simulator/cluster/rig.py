@@ -33,9 +33,15 @@ NO_DELAYS = CallDelays(least_s=0.0, more_s=0.0)
 
 
 def config(**changed: Any) -> ClusterConfig:
-    """One of each, without delays between them."""
+    """One of each, without delays between them; prefill computes the prompts."""
     plain = ClusterConfig(
-        profile=PROFILE, prefill=1, decode=1, block_size=64, max_num_batched_tokens=256, delays=NO_DELAYS
+        profile=PROFILE,
+        prefill=1,
+        decode=1,
+        block_size=64,
+        max_num_batched_tokens=256,
+        decode_prompt_tokens=0,
+        delays=NO_DELAYS,
     )
     return replace(plain, **changed)
 

@@ -147,7 +147,7 @@ def test_the_rest_of_a_prompt_is_computed_at_decode_when_prefill_is_busy() -> No
     # 52 tokens of a millisecond, beside a step over nobody
     assert here[2].first_at - here[2].arrived == ps(0.010 + 0.052)
     assert (here[2].reused, here[2].made) == (128, 3)
-    assert cluster.decodes[0].core.planner.prompts_begun == 1
+    assert cluster.decodes[0].core.planner.starts.begun == 1
 
 
 def test_what_fits_nowhere_is_too_large() -> None:

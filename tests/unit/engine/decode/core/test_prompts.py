@@ -58,7 +58,7 @@ def test_what_is_not_held_is_computed_and_gives_the_first_token(
     assert chunks(world) == computed
     assert len(world.answers[number]) == 4
     assert world.core.planner.recomputed_tokens == 0
-    assert world.core.planner.prompts_begun == 1
+    assert world.core.planner.starts.begun == 1
     world.assert_at_rest()
     world.assert_reruns()
 

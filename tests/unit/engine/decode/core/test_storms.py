@@ -78,9 +78,7 @@ class Storm:
         if len(asked) > BT and rng.random() < 0.3:
             asked = asked[:-BT] + prompt(BT, 9)
         kind = rng.random()
-        options: dict[str, Any] = {
-            "stores": rng.randint(0, 2), "conductor": self.conductor, "tenant": rng.choice("ab"),
-        }  # fmt: skip
+        options: dict[str, Any] = {"stores": rng.randint(0, 2), "conductor": self.conductor, "tenant": rng.choice("ab")}
         if kind < 0.6:
             answer = rng.randint(2, 8 * BT)
             number = world.reserve(asked, answer, total=len(asked) + 9 * BT, resumable=True, **options)

@@ -1,6 +1,7 @@
 """Whole prompts that are computed here: their turn, their share of the steps, and what becomes of them."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,10 @@ from moonpool.engine.decode.core.actions import BeginPrompt, StartRun, StoreBloc
 from moonpool.engine.decode.core.events import AbortRequest, SearchRules, StreamOpened
 from moonpool.engine.decode.core.request import RequestStatus
 from moonpool.engine.decode.core.settings import Preemption
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, PrefixLoaded
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.tbt_world import STEEP, PacedWorld
-from tests.unit.engine.decode.core.world import World, config
+from tests.unit.engine.decode.core.world import SPEEDS, World, config
 
 QUEUED, RECOMPUTING = RequestStatus.QUEUED, RequestStatus.RECOMPUTING
 
@@ -149,13 +151,14 @@ def test_tenants_get_equal_parts_of_the_time_by_weight() -> None:
 
 
 def test_what_another_prompt_computes_is_waited_for_and_found() -> None:
-    world = World(config(60, max_num_batched_tokens=2 * BT))
+    world = World(config(60, max_num_batched_tokens=20 * BT))
+    blocker = whole(world, prompt(5, 9), 1)
     first = whole(world, prompt(6 * BT), 1)
     second = whole(world, prompt(6 * BT + 5), 1)
     world.step()
-    assert world.core.requests[second].status is QUEUED
+    assert [world.core.requests[number].status for number in (first, second)] == [RECOMPUTING, QUEUED]
     world.work()
-    assert computed_by(world) == {first: 6 * BT, second: 5}
+    assert computed_by(world) == {blocker: 5, first: 6 * BT, second: 5}
     world.assert_at_rest()
 
 
@@ -254,6 +257,127 @@ def test_the_next_conductor_takes_it_over_or_hears_that_it_is_gone(status: Reque
     world.assert_reruns()
 
 
+# --- prefixes from elsewhere ------------------------------------------------------------------------------------------
+
+STORE, OTHER, PEER = KVSource("store 1", 3), KVSource("other 1", 2), KVSource("peer 1", 3, peer=True)
+LOADED = {"speeds": replace(SPEEDS, load_bytes_per_s=1e9, peer_bytes_per_s=1e9)}
+
+
+def loading(world: World, start: list[int], *sources: KVSource, **options: object) -> int:
+    number = world.reserve(start, 2, whole=True, **options)  # type: ignore[arg-type]
+    assert number is not None
+    world.compute(number, sources=sources)
+    return number
+
+
+def begin_of(world: World, number: int) -> BeginPrompt:
+    [found] = [action for action in world.actions if isinstance(action, BeginPrompt) and action.id == number]
+    return found
+
+
+def loads(world: World) -> dict[int, LoadBlocks]:
+    return {io: action for io, action in world.ios.items() if isinstance(action, LoadBlocks)}
+
+
+def test_a_prefix_is_loaded_whole_and_the_rest_is_computed() -> None:
+    world = World(config(60, **LOADED))
+    number = loading(world, prompt(4 * BT + 5), STORE, stores=1)
+    [(io, load)] = loads(world).items()
+    assert (load.source, load.first, len(load.blocks)) == (0, 0, 3)
+    assert (world.core.requests[number].status, world.run) == (RequestStatus.LOADING, None)
+    world.end_io(io)
+    assert chunks_of(world, number) == [(48, 21)]
+    told = begin_of(world, number)
+    assert (told.cached_tokens, told.loaded_tokens, told.misses) == (0, 48, ())
+    assert told.loads == (PrefixLoaded(0, 3, 1e-3),)
+    world.work()
+    assert {action.index for action in world.actions if isinstance(action, StoreBlock)} == {3}
+    again = world.reserve(prompt(4 * BT + 5), whole=True)
+    assert again is not None
+    assert world.held[again] == 4
+    world.compute(again)
+    world.work()
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+def chunks_of(world: World, number: int) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.count) for run in runs(world) for chunk in run.chunks if chunk.id == number]
+
+
+@pytest.mark.parametrize(
+    ("came", "failed", "start", "missed"),
+    [(1, False, 16, 1), (0, False, 0, 0), (0, True, 0, None), (2, True, 32, None)],
+)
+def test_what_does_not_come_is_computed(came: int, failed: bool, start: int, missed: int | None) -> None:
+    world = World(config(60, **LOADED))
+    number = loading(world, prompt(4 * BT + 5), STORE)
+    world.end_io(*loads(world), blocks=came, failed=failed)
+    assert chunks_of(world, number) == [(start, 4 * BT + 5 - start)]
+    assert [miss.block for miss in begin_of(world, number).misses] == ([] if missed is None else [missed])
+    world.work()
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+def test_the_next_source_is_asked_and_one_that_failed_is_left_alone() -> None:
+    world = World(config(90, **LOADED))
+    number = loading(world, prompt(4 * BT + 5), STORE, OTHER)
+    world.end_io(*loads(world), blocks=0, failed=True)
+    [(io, load)] = loads(world).items()
+    assert (load.source, len(load.blocks)) == (1, 2)
+    other = loading(world, prompt(4 * BT + 5, 3), STORE, PEER)
+    assert loads(world).pop(max(world.ios)).source == 1
+    world.end_io(io, blocks=0)
+    assert [(miss.source, miss.block) for miss in begin_of(world, number).misses] == [(1, 0)]
+    world.end_io(*loads(world), blocks=1)
+    assert begin_of(world, other).misses == (), "a peer may lend fewer"
+    world.work()
+    world.assert_at_rest()
+
+
+def test_what_is_computed_sooner_is_not_loaded() -> None:
+    slow = replace(SPEEDS, load_bytes_per_s=1.0)
+    world = World(config(60, speeds=slow))
+    number = loading(world, prompt(4 * BT + 5), STORE)
+    assert not loads(world)
+    assert chunks_of(world, number) == [(0, 4 * BT + 5)]
+    world.work()
+    world.assert_at_rest()
+
+
+def test_others_are_computed_meanwhile() -> None:
+    world = World(config(60, **LOADED))
+    slow = loading(world, prompt(4 * BT + 5), STORE)
+    quick = whole(world, prompt(2 * BT, 1), 2)
+    while quick in world.core.requests:
+        world.step()
+    world.end_io(*loads(world))
+    world.work()
+    assert slow not in world.core.requests
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_one_that_ends_while_it_loads_gives_its_blocks_back_when_the_load_is_over(parks: bool) -> None:
+    world = World(config(60, **LOADED, grace_s=1.0))
+    number = loading(world, prompt(4 * BT + 5), STORE, resumable=True, conductor="conductor")
+    [io] = loads(world)
+    if parks:
+        world.followers.clear()
+        world.close(1)
+        world.tick(2.0)
+        assert not world.cancelled
+    else:
+        world.post(AbortRequest(number, "cancelled"))
+        assert world.cancelled == {io}
+    assert world.core.blocks.num_used == 5
+    world.end_io(io, ok=False)
+    assert world.core.blocks.num_used == 0
+    world.work()
+    world.assert_at_rest()
+
+
 WALKS = ((0, 0, False, 0), (1, 0, False, 0), (0, 0, False, 9), (1, 1, False, 0), (0, 2, False, 0), (1, 1, True, 0))
 
 
@@ -274,8 +398,8 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
         slots = 4 * (window_blocks + 2) + 40 // BT
         crowded |= {"window_blocks": window_blocks, "window_slots": slots, "recurrent": states, "states_alone": states}
     runs = {"preempt_every": 1} if every else {"run_steps": BT + 2, "ahead_steps": BT + 2}
-    world = World(config(24, **crowded, **runs))
-    left, cancelled = 60, set[int]()
+    world = World(config(24, **crowded, **runs, **LOADED))
+    left, cancelled, loaded = 60, set[int](), 0
     while left or world.core.requests:
         promised = [n for n, request in world.core.requests.items() if request.status is RequestStatus.PROMISED]
         draw = rng.random()
@@ -294,7 +418,8 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
             number = rng.choice(promised)
             if world.asked[number].computes_prompt:
                 known = rng.choice((0, 0, 3, BT + 3)) if world.asked[number].search is None else 0
-                world.compute(number, known=known, delay_s=rng.choice((0.0, 1.0)))
+                sources = tuple(source for source in (STORE, OTHER, PEER) if rng.random() < 0.3)
+                world.compute(number, known=known, delay_s=rng.choice((0.0, 1.0)), sources=sources)
             else:
                 world.arrive(number)
                 world.start(number)
@@ -304,7 +429,11 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
                 cancelled.add(number)
                 world.post(AbortRequest(number, "cancelled"))
         elif world.ios and draw < 0.7:
-            world.end_io(rng.choice(sorted(world.ios)))
+            io = rng.choice(sorted(world.ios))
+            load, part = world.ios[io], rng.random() < 0.5
+            short = rng.randrange(len(load.blocks)) if isinstance(load, LoadBlocks) and part else None
+            loaded += isinstance(load, LoadBlocks)
+            world.end_io(io, blocks=short, failed=short is not None and rng.random() < 0.3)
         elif world.run is not None:
             if rng.random() < 0.05:
                 world.abort()
@@ -322,6 +451,7 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
         for other in range(number, number + asked.request.width):
             assert world.heard[other] == world.answers[other]
     planner, preempted = world.core.planner, world.core.preempted
-    print(f"{way}: {planner.prompts_begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
-    assert planner.prompts_begun > 10
+    print(f"{way}: {planner.starts.begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
+    assert planner.starts.begun > 10
+    assert loaded > 3
     assert preempted.preemptions > 0

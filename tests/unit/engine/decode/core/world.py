@@ -13,7 +13,7 @@ from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, Retur
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.base.scheduling.state_machine import IoEnded, Tick, digest_of
+from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick, digest_of
 from moonpool.engine.decode.core.actions import (
     Action,
     AnswersRanked,
@@ -62,6 +62,7 @@ from moonpool.engine.decode.core.events import (
 from moonpool.engine.decode.core.request import DecodeRequest, RequestStatus
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
 from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.scheduler.prefix_sources import LoadBlocks, LoadEnded
 from tests.unit.engine.decode.core.plain_beams import candidates, plain_search
 from tests.unit.engine.decode.core.sequence import BT, Sequence, follow_beams
 from tests.unit.engine.kv_memory import TokenMemory
@@ -106,7 +107,8 @@ class World:
         self.events: list[tuple[float, Event, bytes]] = []
         self.run: StartRun | None = None
         self.left = 0  # steps of the run that are not over
-        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | StopReceiving] = {}
+        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | StopReceiving | LoadBlocks] = {}
+        self.cancelled: set[int] = set()
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
         self.asked: dict[int, ReserveBlocks] = {}
         self.held: dict[int, int] = {}  # leading blocks of promised requests that are here: nothing comes there
@@ -177,6 +179,7 @@ class World:
         reuse: bool = True,
         token_cost: int = 1,
         max_queue_s: float | None = None,
+        expected_tokens: int = 0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -195,6 +198,7 @@ class World:
             priority,
             weight,
             token_cost=token_cost,
+            expected_tokens=expected_tokens,
         )
         asked = spec, total_tokens, slo, conductor, stores, starts_in_s, search, resumable
         prompt_here = {"computes_prompt": whole, "reuse": reuse, "max_queue_s": max_queue_s}
@@ -336,6 +340,7 @@ class World:
                 self.heard[other] = list(self.answers[other])
             finishes.append(STOP if len(self.answers[other]) == sequence.answer else 0)
             more.append(len(self.answers[other]) - 1)
+            self._know(sequence)
             full = len(self.asked[number].request.keys)
             keys.append(tuple(sequence.keys()[full : (len(sequence.tokens) - 1) // BT]))
         behind = (tuple(more), tuple(keys)) if known else ((), ())
@@ -430,9 +435,15 @@ class World:
             if windowed or layer not in self.memory.windowed:
                 assert self.memory[layer, block] == self._of_key(key, layer), f"block {block} has other KV than read"
 
-    def end_io(self, io: int, *, ok: bool = True) -> None:
-        """A copy or a write ends."""
+    def end_io(self, io: int, *, ok: bool = True, blocks: int | None = None, failed: bool = False) -> None:
+        """A copy, a write or a load ends. `blocks`: those of a load that came; None = all, or none if not `ok`."""
         action = self.ios.pop(io)
+        if isinstance(action, LoadBlocks):
+            came = blocks if blocks is not None else len(action.blocks) * ok
+            self._load(action, came)
+            missing = None if came == len(action.blocks) or failed else came
+            self.post(IoEnded(io, LoadEnded(came, missing, failed, 1e-3)))
+            return
         match action:
             case StoreBlock():
                 key = self._writing.pop(io)
@@ -520,6 +531,20 @@ class World:
             layers = LAYERS if position // BT >= first else range(WINDOWED)
             self._write(sequence, position, layers)
 
+    def _load(self, action: LoadBlocks, came: int) -> None:
+        """So many leading blocks of a load come whole, the others torn; those before the window come without it."""
+        sequence, window = self.sequences.get(action.id), self.core.settings.window_blocks
+        for index, block in enumerate(action.blocks):
+            assert self.core.blocks.ref_count(block) == 1, "a load writes to a shared block"
+            assert self.core.blocks.key_of(block) is None, "a load writes to a full block"
+            for layer in LAYERS:
+                self.memory[layer, block] = dict.fromkeys(range(BT), b"torn")
+            if sequence is None or index >= came:
+                continue
+            layers = LAYERS if not window or index >= len(action.blocks) - window else range(WINDOWED)
+            for position in range((action.first + index) * BT, (action.first + index + 1) * BT):
+                self._write(sequence, position, layers)
+
     def _write(self, sequence: Sequence, position: int, layers: range = LAYERS) -> None:
         for layer in layers:
             self.memory.write(layer, sequence.table[position // BT], position % BT, sequence.content(position))
@@ -537,7 +562,9 @@ class World:
                 self.run, self.left, self._copied = action, action.steps, False
             case StopRun():
                 self.left = 1
-            case SwapOut() | SwapIn() | StoreBlock() | StopReceiving():
+            case CancelIo(io):
+                self.cancelled.add(io)
+            case SwapOut() | SwapIn() | StoreBlock() | StopReceiving() | LoadBlocks():
                 assert action.io not in self.ios
                 self.ios[action.io] = action
                 if isinstance(action, StoreBlock):

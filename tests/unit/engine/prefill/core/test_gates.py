@@ -3,8 +3,9 @@
 import pytest
 
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.prefill.core import actions
 from moonpool.engine.prefill.core.forecast import LAYER_STALL_S
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks
 from tests.unit.engine.prefill.core.world import BT, SETTINGS, World, staged
 
 LAYER_LOAD_S = 0.9
@@ -18,8 +19,8 @@ def loading(layer_s: float = LAYER_LOAD_S, token_s: float = 0.1) -> tuple[World,
     """A prompt of 60 tokens whose first 48 are being loaded; the others take 1.2 s, 0.4 s per layer."""
     speeds = Speeds(prefill_per_token_s=token_s, load_bytes_per_s=3 * SETTINGS.slice_bytes / layer_s)
     world = World(staged(1, max_num_batched_tokens=4 * BT, num_blocks=32), speeds)
-    world.arrive(60, sources=(events.KVSource("store", 3),))
-    (io,) = [io for io, action in world.ios.items() if isinstance(action, actions.LoadBlocks)]
+    world.arrive(60, sources=(KVSource("store", 3),))
+    (io,) = [io for io, action in world.ios.items() if isinstance(action, LoadBlocks)]
     return world, io
 
 

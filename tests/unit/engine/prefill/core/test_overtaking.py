@@ -4,6 +4,7 @@ import pytest
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.unit.engine.prefill.core.world import BT, SETTINGS, Client, World, staged
 
 BLOCKS, TOKENS = 4, 4 * BT + 12
@@ -17,11 +18,11 @@ def loading(blocks: int = 32, held: int | None = None) -> tuple[World, Client, i
     """A prompt whose leading blocks are being loaded, and do not come."""
     speeds = Speeds(prefill_per_token_s=0.1, load_bytes_per_s=BLOCKS * 3 * SETTINGS.slice_bytes / LOAD_S)
     world = World(staged(1, max_num_batched_tokens=2 * BT, num_blocks=blocks), speeds)
-    client = world.arrive(TOKENS, sources=(events.KVSource("store", BLOCKS),), held=held)
+    client = world.arrive(TOKENS, sources=(KVSource("store", BLOCKS),), held=held)
     if held is not None:
         (opening,) = [io for io, action in world.ios.items() if isinstance(action, actions.OpenTransfer)]
         world.finish_io(opening)
-    (io,) = [io for io, action in world.ios.items() if isinstance(action, actions.LoadBlocks)]
+    (io,) = [io for io, action in world.ios.items() if isinstance(action, LoadBlocks)]
     return world, client, io
 
 
@@ -68,7 +69,7 @@ def test_the_rest_comes_from_a_load_that_arrives_after_all(held: int | None) -> 
 def test_a_load_that_fails_after_all_changes_nothing() -> None:
     world, client, io = loading()
     world.pass_time(COMPUTE_S)
-    world.end(io, events.LoadEnded(1, missing=1))
+    world.end(io, LoadEnded(1, missing=1))
     world.settle()
     assert figures(client) == (0, TOKENS, 0)
     assert client.token is not None
@@ -79,7 +80,7 @@ def test_a_load_that_fails_after_all_changes_nothing() -> None:
 def test_others_that_wait_make_the_load_worth_more_waiting() -> None:
     """Computing the blocks would delay the other prompt as long as this one."""
     world, _, io = loading()
-    world.arrive(TOKENS, 1, sources=(events.KVSource("other store", BLOCKS),))
+    world.arrive(TOKENS, 1, sources=(KVSource("other store", BLOCKS),))
     world.pass_time(2 * COMPUTE_S - 0.1)
     assert not world.steps
     world.pass_time(0.2)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.examples import examples
 from tests.unit.engine.prefill.core.world import BT, LAYERS, World, staged
 
@@ -55,7 +56,7 @@ class PrefillMachine(RuleBasedStateMachine):
             n,
             family,
             held=None if held is None else min(held, n // BT),
-            sources=tuple(events.KVSource(*source) for source in sources),
+            sources=tuple(KVSource(*source) for source in sources),
             copies=tuple(events.WriteBackTarget(f"copy-{i}", some) for i, some in enumerate(copies)),
             tenant=tenant,
             priority=priority,
@@ -71,16 +72,16 @@ class PrefillMachine(RuleBasedStateMachine):
         self.world.pass_time(seconds)
 
     def loads(self) -> list[int]:
-        return [io for io, action in self.world.ios.items() if isinstance(action, actions.LoadBlocks)]
+        return [io for io, action in self.world.ios.items() if isinstance(action, LoadBlocks)]
 
     @precondition(lambda self: self.loads())
     @rule(which=st.integers(0, 5), how=st.sampled_from(["layer", "layer", "whole", "lost", "failed", "damaged"]))
     def load(self, which: int, how: str) -> None:
         world, io = self.world, self.loads()[which % len(self.loads())]
         order = world.ios[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         if io in world.cancelled:
-            world.end(io, events.LoadEnded(0, failed=True))
+            world.end(io, LoadEnded(0, failed=True))
         elif how == "layer" and world.loaded[io] < LAYERS:
             world.load_layer(io)
         elif how == "whole":
@@ -88,9 +89,9 @@ class PrefillMachine(RuleBasedStateMachine):
         elif how == "lost":
             some = world.loaded[io] == LAYERS and not world.settings.window_blocks
             whole = which % len(order.blocks) if some else 0
-            world.end(io, events.LoadEnded(whole, missing=whole))
+            world.end(io, LoadEnded(whole, missing=whole))
         else:
-            world.end(io, events.LoadEnded(0, failed=how == "failed"))
+            world.end(io, LoadEnded(0, failed=how == "failed"))
 
     @rule(family=st.integers(0, 2), blocks=st.integers(1, 5))
     def copy(self, family: int, blocks: int) -> None:
@@ -142,7 +143,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def io(self, which: int, fails: int, damaged: int) -> None:
         """A transfer, a batch or a put ends."""
         world = self.world
-        elsewhere = actions.RunStep | actions.LoadBlocks | actions.ReadReplica
+        elsewhere = actions.RunStep | LoadBlocks | actions.ReadReplica
         found = [io for io, action in world.ios.items() if not isinstance(action, elsewhere)]
         if not found:
             return
@@ -228,7 +229,7 @@ def test_stopping_ends_everything() -> None:
             3 * BT,
             family,
             held=0,
-            sources=(events.KVSource("store", 2),),
+            sources=(KVSource("store", 2),),
             copies=(events.WriteBackTarget("copy", None),),
         )
     world.post(events.StopAllRequests())

@@ -6,6 +6,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.scheduling.latency import Speeds, prefill_seconds
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded, PrefixMiss
 from tests.unit.engine.prefill.core.world import BT, SETTINGS, SPEEDS, Client, World, staged
 
 Span = tuple[int, int, int]
@@ -29,8 +30,8 @@ def run(world: World) -> list[list[Span]]:
     return steps
 
 
-def loads(world: World) -> list[actions.LoadBlocks]:
-    return [action for action in world.ios.values() if isinstance(action, actions.LoadBlocks)]
+def loads(world: World) -> list[LoadBlocks]:
+    return [action for action in world.ios.values() if isinstance(action, LoadBlocks)]
 
 
 def test_chunks_end_on_block_borders_and_steps_are_packed() -> None:
@@ -173,7 +174,7 @@ def test_a_request_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: f
     speeds = Speeds(prefill_per_token_s=0.25 / BT, load_bytes_per_s=6 * 3 * SETTINGS.slice_bytes / load_s)
     world = World(staged(1, max_num_batched_tokens=2 * BT, num_blocks=32), speeds)
     world.arrive(9 * BT)
-    world.arrive(6 * BT + 1, 1, sources=(events.KVSource("store", 6),))
+    world.arrive(6 * BT + 1, 1, sources=(KVSource("store", 6),))
     assert bool(loads(world)) is at_once
     world.run_step(min(world.steps))  # five are left
     assert len(loads(world)) == 1
@@ -247,8 +248,8 @@ def test_leaving_keeps_the_blocks_until_the_steps_are_over() -> None:
     world.check_rest()
 
 
-def loading(world: World, tokens: int, blocks: int, family: int = 0) -> tuple[Client, actions.LoadBlocks]:
-    client = world.arrive(tokens, family, sources=(events.KVSource("store", blocks),))
+def loading(world: World, tokens: int, blocks: int, family: int = 0) -> tuple[Client, LoadBlocks]:
+    client = world.arrive(tokens, family, sources=(KVSource("store", blocks),))
     return client, loads(world)[-1]
 
 
@@ -313,7 +314,7 @@ def test_what_is_held_whole_is_not_loaded() -> None:
     world = make_world()
     world.arrive(2 * BT)
     run(world)
-    world.arrive(2 * BT, sources=(events.KVSource("store", 2),))
+    world.arrive(2 * BT, sources=(KVSource("store", 2),))
     assert not loads(world)
     assert run(world) == [[(2, 31, 32)]]
 
@@ -342,19 +343,19 @@ def test_a_failed_load_is_computed(whole: int, start: int) -> None:
     _, load = loading(world, 60, 3)
     for layer in range(SETTINGS.layers):
         world.memory[layer, load.blocks[0]] = world.clients[1].content(0)
-    world.end(load.io, events.LoadEnded(whole, missing=whole))
+    world.end(load.io, LoadEnded(whole, missing=whole))
     assert run(world)[0] == [(1, start, start + 32)]
     told = world.clients[1].token
     assert told is not None
-    assert told.misses == (actions.PrefixMiss(0, whole),)
+    assert told.misses == (PrefixMiss(0, whole),)
 
 
 def test_what_a_peer_does_not_give_is_no_miss() -> None:
     """It may hold the block and not lend it now; what it loses it reports by itself."""
     world = make_world()
-    world.arrive(60, sources=(events.KVSource("peer", 3, peer=True),))
+    world.arrive(60, sources=(KVSource("peer", 3, peer=True),))
     (load,) = loads(world)
-    world.end(load.io, events.LoadEnded(0, missing=0))
+    world.end(load.io, LoadEnded(0, missing=0))
     run(world)
     told = world.clients[1].token
     assert told is not None
@@ -366,7 +367,7 @@ def test_a_load_that_fails_under_its_step_is_computed_when_the_step_is_over() ->
     _, load = loading(world, 60, 3)
     world.load_layer(load.io)
     assert spans(world, min(world.steps)) == [(1, 48, 60)]
-    world.end(load.io, events.LoadEnded(0, failed=True))
+    world.end(load.io, LoadEnded(0, failed=True))
     assert world.done[-1] == actions.GiveUpStep(min(world.steps))
     assert len(world.steps) == 1
     assert run(world)[1:] == [[(1, 0, 32)], [(1, 32, 60)]]
@@ -374,12 +375,12 @@ def test_a_load_that_fails_under_its_step_is_computed_when_the_step_is_over() ->
 
 def test_another_source_is_tried_before_anything_was_handed_on() -> None:
     world = make_world()
-    world.arrive(60, sources=(events.KVSource("a", 3), events.KVSource("b", 2)))
-    world.end(loads(world)[0].io, events.LoadEnded(0, failed=True))
+    world.arrive(60, sources=(KVSource("a", 3), KVSource("b", 2)))
+    world.end(loads(world)[0].io, LoadEnded(0, failed=True))
     (second,) = loads(world)
     assert (second.source, second.first, len(second.blocks)) == (1, 0, 3)
     world.load_layer(second.io)
-    world.arrive(60, 1, sources=(events.KVSource("a", 3),))
+    world.arrive(60, 1, sources=(KVSource("a", 3),))
     assert len(loads(world)) == 1, "store a is left alone"
 
 
@@ -431,7 +432,7 @@ def test_a_prompt_that_may_not_reuse_anything_is_computed_whole_and_cached_for_o
     world = make_world()
     world.arrive(40)
     assert run(world) == [[(1, 0, 32)], [(1, 32, 40)]]
-    world.arrive(40, sources=(events.KVSource("store", 2),), reuse=False)
+    world.arrive(40, sources=(KVSource("store", 2),), reuse=False)
     assert not loads(world)
     assert run(world) == [[(2, 0, 32)], [(2, 32, 40)]]
     token = world.clients[2].token

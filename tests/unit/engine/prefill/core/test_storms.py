@@ -11,6 +11,7 @@ import pytest
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.unit.engine.prefill.core.test_scheduler import STORES, PrefillMachine
 from tests.unit.engine.prefill.core.world import BT, LAYERS, World, staged
 
@@ -68,7 +69,7 @@ class Storm:
             tokens,
             rng.randint(0, 5),
             held=rng.choice([None, 0, min(1, tokens // BT), min(2, tokens // BT)]),
-            sources=tuple(events.KVSource(*source) for source in names),
+            sources=tuple(KVSource(*source) for source in names),
             copies=tuple(events.WriteBackTarget("copy", rng.choice([None, 0, 3])) for _ in range(rng.randint(0, 2))),
             tenant=rng.choice("ab"),
             reuse=rng.random() < 0.95,
@@ -85,7 +86,7 @@ class Storm:
         """A load brings its next layer, or ends: whole, short, failed or called off with a layer half written."""
         rng, world = self.rng, self.world
         order = world.ios[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         if world.loaded[io] < LAYERS and io not in world.cancelled and rng.random() < 0.85:
             world.load_layer(io)
             return
@@ -93,13 +94,13 @@ class Storm:
             whole = len(order.blocks) if rng.random() < 0.6 else rng.randrange(len(order.blocks))
             short = whole < len(order.blocks)
             self.seen["short" if short else "whole"] += 1
-            world.end(io, events.LoadEnded(whole, whole if short else None, seconds=0.01))
+            world.end(io, LoadEnded(whole, whole if short else None, seconds=0.01))
             return
         if world.loaded[io] < LAYERS:
             for block in order.blocks[: rng.randint(0, len(order.blocks))]:
                 world.memory[world.loaded[io], block] = ("half a layer",)
         self.seen["failed"] += 1
-        world.end(io, events.LoadEnded(0, failed=rng.random() < 0.5))
+        world.end(io, LoadEnded(0, failed=rng.random() < 0.5))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.unit.engine.prefill.core.world import BT, LAYERS, World, staged
 
 
@@ -112,12 +113,12 @@ def test_a_load_that_came_short_gives_its_window_blocks_back(window: int, slots:
     Nine slots are the fewest that a layout gives a pool with such a window and such steps.
     """
     world = small(window, slots)
-    client = world.arrive(blocks * BT + 12, sources=(events.KVSource("store", blocks),))
-    [load] = [io for io, action in world.ios.items() if isinstance(action, actions.LoadBlocks)]
+    client = world.arrive(blocks * BT + 12, sources=(KVSource("store", blocks),))
+    [load] = [io for io, action in world.ios.items() if isinstance(action, LoadBlocks)]
     for _ in range(LAYERS):
         world.load_layer(load)
     assert any(isinstance(action, actions.RunStep) for action in world.ios.values())
-    world.end(load, events.LoadEnded(1, missing=1))
+    world.end(load, LoadEnded(1, missing=1))
     world.settle()
     assert client.token is not None
     world.check_rest()

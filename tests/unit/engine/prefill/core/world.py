@@ -17,6 +17,7 @@ from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.unit.engine.kv_memory import KVMemory
 
 BT = 16
@@ -119,7 +120,7 @@ class World:
         family: int = 0,
         *,
         held: int | None = None,
-        sources: tuple[events.KVSource, ...] = (),
+        sources: tuple[KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         tenant: str = "",
         priority: int = 0,
@@ -157,7 +158,7 @@ class World:
     def load_layer(self, io: int) -> None:
         """The next layer of a load comes."""
         order, layer = self.ios[io], self.loaded[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         end = order.first + len(order.blocks)
         for index, block in enumerate(order.blocks, order.first):
             comes = self._is_read(layer, index, end)
@@ -172,10 +173,10 @@ class World:
     def load_all(self, io: int) -> None:
         """The rest of a load comes, and it ends well."""
         order = self.ios[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         while self.loaded[io] < LAYERS:
             self.load_layer(io)
-        self.end(io, events.LoadEnded(len(order.blocks), seconds=0.01))
+        self.end(io, LoadEnded(len(order.blocks), seconds=0.01))
 
     def lend(self, family: int, blocks: int) -> int:
         """Another instance begins to read a chain; returns the read's number."""
@@ -198,7 +199,7 @@ class World:
     def copy(self, family: int, blocks: int) -> None:
         """A chain is to be copied here."""
         chain = keys(family, blocks * BT)
-        self.post(events.ReplicateBlocks(len(self.done) + 1, chain, events.KVSource("peer", blocks, peer=True)))
+        self.post(events.ReplicateBlocks(len(self.done) + 1, chain, KVSource("peer", blocks, peer=True)))
 
     def end_copy(self, io: int, blocks: int) -> list[actions.Action]:
         """So many blocks of a copy have come."""
@@ -210,7 +211,7 @@ class World:
             for layer in range(LAYERS):
                 comes = self._is_read(layer, index, end)
                 self.memory[layer, block] = ("key", key) if comes else ("behind the window",)
-        return self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
+        return self.end(io, LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
 
     def can_compute(self, io: int) -> bool:
         step = self.steps[io]
@@ -243,6 +244,9 @@ class World:
         """A step ends; the engine gives it up by itself where it was not told so."""
         step = self.steps.pop(io)
         aborted = aborted or step.aborted
+        if aborted and step.layers < LAYERS:  # until now, the engine has computed the next layer
+            for chunk in step.order.chunks:
+                self._compute(chunk, step.layers, garbage=True)
         for index, chunk in enumerate(step.order.chunks):
             if not aborted and index not in step.dropped and self.clients[chunk.id].end is None:
                 self.clients[chunk.id].counted.append((chunk.start, chunk.end))
@@ -277,7 +281,7 @@ class World:
                 self.steps[action.step].dropped.add(action.index)
             case actions.GiveUpStep():
                 self.steps[action.step].aborted = True
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 self.loaded[action.io] = 0
             case CancelIo():
                 assert action.io in self.ios
@@ -307,25 +311,23 @@ class World:
     def _look(self, action: actions.Action, io: int) -> None:
         """What is read from the pool must be right at the begin of reading, and nobody writes it until the end."""
         slices = list(self._slices_read(action))
-        for layer, index, block in slices:
-            assert self.memory[layer, block] == self.clients[action.id].content(index), (
-                f"block {index} of io {io} is wrong"
-            )
-        versions = [self.memory.version(layer, block) for layer, _, block in slices]
+        for layer, block, content in slices:
+            assert self.memory[layer, block] == content, f"block {block} of io {io} is wrong in layer {layer}"
+        versions = [self.memory.version(layer, block) for layer, block, _ in slices]
         assert self._versions.pop(io, versions) == versions, f"written while io {io} reads"
         self._versions[io] = versions
 
-    def _slices_read(self, action: actions.Action) -> Iterator[tuple[int, int, int]]:
-        """Layer, index and block of the slices that an action reads."""
+    def _slices_read(self, action: actions.Action) -> Iterator[tuple[int, int, Content]]:
+        """Layer and block of the slices that an action reads, and what these must hold."""
         if isinstance(action, actions.SendSlices):
             for piece in action.pieces:
                 for index, block in enumerate(piece.blocks, piece.first):
-                    yield piece.layer, index, block
+                    yield piece.layer, block, self.clients[action.id].content(index)
         if isinstance(action, actions.WriteBackBlocks):
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
                     if layer not in self.settings.windowed_layers or index in action.windowed:
-                        yield layer, index, block
+                        yield layer, block, self.clients[action.id].content(index)
 
     def _tell(self, action: actions.Action) -> None:
         match action:
@@ -378,9 +380,9 @@ class World:
                     self.end_step(io, aborted=True)
                 elif io == min(self.steps):
                     self.run_step(io)
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 if cancelled:
-                    self.end(io, events.LoadEnded(0, failed=True))
+                    self.end(io, LoadEnded(0, failed=True))
                 else:
                     self.load_all(io)
             case actions.ReadReplica():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.engine.kernels import weight_file
-from moonpool.engine.kernels.weight_file import WeightFile, gives_large_pages, in_use
+from moonpool.engine import weight_file
+from moonpool.engine.weight_file import WeightFile, gives_large_pages, in_use
 
 
 def write(folder: Path, name: str, nbytes: int = 4096) -> WeightFile:
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_finished_goes(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_written_anew(tmp_path: Path) -> None:
-    program = "import os, sys, pathlib; from moonpool.engine.kernels.weight_file import WeightFile\n"
+    program = "import os, sys, pathlib; from moonpool.engine.weight_file import WeightFile\n"
     program += "made = WeightFile(pathlib.Path(sys.argv[1]), 'a'); made.allocate(0, 9000); os._exit(1)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert (tmp_path / "a.weights").stat().st_size == 9000
@@ -175,3 +175,10 @@ def test_whether_files_lie_on_large_pages_is_found_out(tmp_path: Path, monkeypat
     assert gives_large_pages(folder)
     monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 0)
     assert not gives_large_pages(folder)
+
+
+def test_another_users_folder_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `moonpool serve` would choose a file there that engines then refuse."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="another user's"):
+        gives_large_pages(tmp_path)
