@@ -64,7 +64,7 @@ class DecodeConfig(EngineConfig):
         ge=0,
         le=1 << 26,
         description="with --speculative auto or suffix: tokens of ended answers that are kept to guess from, at most; "
-        "36 bytes of memory each; the oldest go first; 0 = none are kept",
+        "about 40 bytes of memory each; the oldest go first; 0 = none are kept",
     )
     preempt_every: int = stated(DecodeSettings, "preempt_every")
 

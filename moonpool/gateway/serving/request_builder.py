@@ -67,7 +67,7 @@ class RequestBuilder:
             "sampling": self._sampling(body, max_tokens),
             "slo": body.to_slo(),
             "priority": body.priority or 0,
-            "expected_output_tokens": body.expected_output_tokens or 0,
+            "expected_output_tokens": body.expected_output_tokens or body.agent_hints.osl or 0,
             "tenant": checked.caller.tenant,
             "model": model,
             "cache_salt": body.cache_salt or "",
