@@ -38,6 +38,7 @@ from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.embedding_sizes import EmbeddingSizes
 from moonpool.gateway.serving.envelope import AllowedHosts
+from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.request_builder import RequestBuilder
@@ -240,6 +241,7 @@ def gateway_context(
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),
+        pooling=pooling_of(config.model),
     )
     metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
     return context

@@ -197,6 +197,14 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the tokens of two texts, with the model's tokens around and between them, as cross-encoders take them.
+
+        A model whose tokenizer puts nothing between gets one text behind the other.
+        """
+        (encoding,) = self._backend.encode_batch([(first, second)])
+        return list(encoding.ids)
+
     def is_longer(self, text: str, max_tokens: int) -> bool:
         """Tell whether `text` certainly has more than `max_tokens` tokens.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from moonpool.base.checkpoint.pooling import Pooling
 from moonpool.client import AsyncClient, ClusterState
 from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
@@ -36,6 +37,7 @@ class GatewayContext:
         markdown: renders answers for the page.
         started_at: when the gateway started, in seconds since 1970.
         embedding_sizes: sizes to which embeddings may be cut.
+        pooling: what the served model makes of whole prompts; None: it answers with text.
         served_names: names under which clients know the model; none = the checkpoint's name.
     """
 
@@ -51,6 +53,12 @@ class GatewayContext:
     started_at: int
     served_names: Sequence[str] = ()
     embedding_sizes: EmbeddingSizes = WHOLE
+    pooling: Pooling | None = None
+
+    @property
+    def classifier(self) -> Pooling | None:
+        """What the served model makes of whole prompts, if it classifies them; else None."""
+        return self.pooling if self.pooling is not None and self.pooling.task == "classify" else None
 
     def shown_name(self, state: ClusterState) -> str:
         """The model's name in responses: the first in `served_names`, else the checkpoint's."""
