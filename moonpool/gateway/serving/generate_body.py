@@ -57,6 +57,7 @@ class AgentHints(Body):
     unknown_ignored = True
 
     osl: Annotated[Integer, Field(ge=1, le=MOST_TOKENS)] | None = None
+    speculative_prefill: bool | None = None
 
 
 class Nvext(Body):
