@@ -40,7 +40,8 @@ def write(folder: Path, model_type: str, kind: Any, **changed: Any) -> Any:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if model_type == "bert":
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(folder)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"unk_token": "[UNK]"}')
     return model
 
 

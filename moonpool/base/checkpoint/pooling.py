@@ -65,6 +65,8 @@ class Pooling:
         labels: names of the classifier's values, in order.
         activation: what makes scores of the values, unless a request says otherwise.
         hidden_head: a reward model's head has a layer before the last one.
+        answers: two tokens' texts, "no" and "yes" for example, of which the one value is made: the second one's logit
+            less the first one's.
         dense: products behind pooling, in order.
     """
 
@@ -75,6 +77,7 @@ class Pooling:
     labels: tuple[str, ...] = ()
     activation: ScoreActivation = "none"
     hidden_head: bool = False
+    answers: tuple[str, ...] = ()
     dense: tuple[DenseLayer, ...] = ()
 
     def size(self, hidden_size: int) -> int:
@@ -130,6 +133,10 @@ def _classifier(name: str, data: Mapping[str, Any]) -> Pooling:
         if whole:
             raise UnsupportedModel("architectures", f"{name} is no reward model of a known decoder")
         return Pooling("classify", "last", labels=("reward",), hidden_head=True)
+    if (answers := data.get("classifier_from_token")) is not None:
+        if whole or not isinstance(answers, list) or len(answers) != 2 or not all(map(_is_text, answers)):
+            raise UnsupportedModel("classifier_from_token", f"{answers!r} are not two texts for a known decoder")
+        return Pooling("classify", "last", labels=(answers[1],), activation="sigmoid", answers=tuple(answers))
     labels = _labels(data)
     return Pooling("classify", "last" if decoder else "cls", whole, labels=labels, activation=_activation(data, labels))
 
@@ -137,6 +144,10 @@ def _classifier(name: str, data: Mapping[str, Any]) -> Pooling:
 def _sees_all(data: Mapping[str, Any]) -> bool:
     """Whether a decoder's tokens attend to later ones."""
     return data.get("use_bidirectional_attention") is True or data.get("is_causal") is False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _labels(data: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.errors import ConfigError, UnsupportedModel
-from moonpool.base.families import FAMILIES
 from moonpool.base.families.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -31,7 +30,7 @@ from moonpool.engine.kernels.native import library
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
-from moonpool.engine.models.pooling_head import load_pooling_head
+from moonpool.engine.models.pooling_head import load_pooling_head, names_in_front
 from moonpool.engine.models.recurrent import RecurrentWeights
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import DENSE_WEIGHTS, KeptWeights, TensorReader
@@ -107,7 +106,7 @@ def load_stage(
     decoder = config.decoder
     _check_whole(config, layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
-        reader = TensorReader(Path(path), _renamed(config), torch.empty(0, dtype=dtype, device=device), stack)
+        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
         first, last = layer_begin == 0, layer_end == config.num_layers
         generates = config.generates
         config = _as_tied(config, reader) if generates else replace(config, tie_word_embeddings=False)
@@ -165,15 +164,6 @@ def load_stage(
         if last:
             stage.pooling_head = load_pooling_head(Path(path), config, dtype, torch.device(device))
         return stage
-
-
-def _renamed(config: ModelConfig) -> Mapping[str, str]:
-    """Return parts of names that this family's checkpoints have in place of others.
-
-    A folder that was saved without its head, as sentence-transformers does, has names without what stands in front.
-    """
-    family = FAMILIES[config.architecture]
-    return {**family.renamed, f"{family.names.embedding.partition('.')[0]}.": ""}
 
 
 def _int8_head(panels: ArrangedWeight, kept: KeptWeights, name: str, arena: WeightArena) -> Int8Head | None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
-from moonpool.base.errors import CheckpointError
+from moonpool.base.checkpoint.folder_tokenizer import folder_tokenizer
+from moonpool.base.errors import CheckpointError, UnsupportedModel
+from moonpool.base.families import FAMILIES
 from moonpool.engine.models.tensor_reader import TensorReader
 from moonpool.engine.models.tensors import Stored
 
@@ -54,6 +56,7 @@ def load_pooling_head(path: Path, config: ModelConfig, dtype: torch.dtype, devic
 
     Raises:
         CheckpointError: a tensor is missing or has a wrong shape.
+        UnsupportedModel: an answer is no token; names `classifier_from_token`.
     """
     pooling = config.pooling
     if pooling is None:
@@ -64,18 +67,53 @@ def load_pooling_head(path: Path, config: ModelConfig, dtype: torch.dtype, devic
         return PoolingHead(unit=False)
     hidden, labels = config.hidden_size, len(pooling.labels)
     with ExitStack() as stack:
-        reader = TensorReader(path, {}, torch.empty(0, dtype=dtype, device=device), stack)
+        reader = TensorReader(path, names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
 
         def read(name: str, *shape: int) -> Tensor:
             stored = Stored(name, shape, shape)
             reader.expect(stored)
             return reader.read(stored).clone()
 
+        if pooling.answers:
+            no, yes = _token_ids(path, pooling.answers)
+            rows = read(_head_name(config, reader), config.vocab_size, hidden)
+            return PoolingHead([HeadLayer(rows[[yes]] - rows[[no]], None)], unit=False)
         if not pooling.hidden_head:
             return PoolingHead([HeadLayer(read("score.weight", labels, hidden), None)], unit=False)
         first = HeadLayer(read("score.0.weight", hidden, hidden), read("score.0.bias", hidden), "ReLU")
         last = HeadLayer(read("score.2.weight", labels, hidden), read("score.2.bias", labels))
         return PoolingHead([first, last], unit=False)
+
+
+def names_in_front(config: ModelConfig) -> Mapping[str, str]:
+    """Return parts of names that this family's checkpoints have in place of others.
+
+    A folder that was saved without its head, as sentence-transformers does, has names without what stands in front.
+    """
+    family = FAMILIES[config.architecture]
+    return {**family.renamed, f"{family.names.embedding.partition('.')[0]}.": ""}
+
+
+def _head_name(config: ModelConfig, reader: TensorReader) -> str:
+    """Return the name of the head over the vocabulary, which may be the embedding."""
+    names = FAMILIES[config.architecture].names
+    return names.head if reader.has(names.head) else names.embedding
+
+
+def _token_ids(path: Path, texts: Sequence[str]) -> list[int]:
+    """Return the tokens of texts.
+
+    Raises:
+        UnsupportedModel: a text is no token; names `classifier_from_token`.
+    """
+    backend = folder_tokenizer(path).backend
+    found: list[int] = []
+    for text in texts:
+        token = backend.token_to_id(text)
+        if token is None:
+            raise UnsupportedModel("classifier_from_token", f"{text!r} is no token of the vocabulary")
+        found.append(token)
+    return found
 
 
 def _dense(path: Path, config: ModelConfig, index: int, device: torch.device) -> HeadLayer:

@@ -17,6 +17,7 @@ from torch import Tensor
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.other import ROBERTA_KIND, WHOLE_PROMPT_BASE, WHOLE_PROMPT_DIGITS
+from moonpool.engine.footprint import WHOLE_PROMPT_TOKENS
 from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
@@ -24,9 +25,6 @@ from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.models.native_step import Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo
 from moonpool.engine.models.stage import StageModel
-
-_MOST_PADDED_TOKENS = 16384
-"""Tokens of prompts of one length that are computed together."""
 
 
 class WholePromptStage(StageModel):
@@ -112,7 +110,7 @@ class WholePromptStage(StageModel):
             by_length.setdefault(prompt.shape[0], []).append(at)
         found: dict[int, Tensor] = {}
         for length, places in by_length.items():
-            most = max(1, _MOST_PADDED_TOKENS // length)
+            most = max(1, WHOLE_PROMPT_TOKENS // length)
             for begin in range(0, len(places), most):
                 part = places[begin : begin + most]
                 values = self._computed(torch.stack([prompts[at] for at in part]))

@@ -88,6 +88,24 @@ async def test_pairs_are_one_prompt_each(tmp_path: Path) -> None:
         assert [row["score"] for row in scores] == pytest.approx([-2, 1])
 
 
+async def test_a_template_with_queries_and_documents_writes_the_prompt(tmp_path: Path) -> None:
+    """As vLLM's templates for rerankers; a control token in a text stays text."""
+    template = (
+        "{% for turn in messages %}{% if turn.role == 'query' %}[CLS] {{ turn.content }} "
+        "{% elif turn.role == 'document' %}[SEP] {{ turn.content }} [SEP] good{% endif %}{% endfor %}"
+    )
+    backend = words()._backend
+    backend.add_special_tokens(["[CLS]", "[SEP]"])
+    texts = Tokenizer(backend, {"default": template})
+    async with answering(saying(0.0), texts, model=folder(tmp_path, id2label={"0": "LABEL_0"})) as gateway:
+        asked = await gateway.http.post("/score", json={"text_1": "east [SEP]", "text_2": "west"})
+        assert asked.status_code == 200
+        ids = list(gateway.asked.tokens.token_ids)
+        assert ids[:2] == [2, 6]
+        assert ids[-4:] == [3, 7, 3, 4]
+        assert ids.count(3) == 2
+
+
 @pytest.mark.parametrize(
     ("path", "body", "labels", "place"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -162,6 +163,31 @@ def test_a_reward_model(tmp_path: Path) -> None:
     rows = [output.last_hidden_state[0, -1] for output in expected(model.base_model)]
     with torch.inference_mode():
         assert_same(computed(tmp_path), [second(torch.relu(first(row))) for row in rows])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_that_answers_yes_or_no(tied: bool, tmp_path: Path) -> None:
+    """Qwen3-Reranker's value: how much likelier the answer begins with yes than with no."""
+    model = reference("qwen3", {**HEAD, "num_hidden_layers": 2, "tie_word_embeddings": tied})
+    model.save_pretrained(tmp_path)
+    words = {f"w{index}": index for index in range(320)} | {"no": 300, "yes": 200}
+    del words["w300"], words["w200"]
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w5")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    change(
+        tmp_path / "config.json", architectures=["Qwen3ForSequenceClassification"], classifier_from_token=["no", "yes"]
+    )
+    config = load_config(tmp_path)
+    assert config.pooling is not None
+    assert (config.pooling.labels, config.pooling.activation, config.generates) == (("yes",), "sigmoid", False)
+    rows = [output.logits[0, -1] for output in expected(model)]
+    assert_same(computed(tmp_path), [row[[200]] - row[[300]] for row in rows])
+    change(tmp_path / "config.json", classifier_from_token=["no", "maybe"])
+    with pytest.raises(UnsupportedModel, match="'maybe' is no token"):
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2)
+    change(tmp_path / "config.json", classifier_from_token=["yes"])
+    with pytest.raises(UnsupportedModel, match="classifier_from_token"):
+        load_config(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ENCODERS)
