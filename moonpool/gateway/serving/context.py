@@ -16,6 +16,7 @@ from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import GatewayMetrics
+from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
@@ -35,6 +36,7 @@ class GatewayContext:
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
         markdown: renders answers for the page.
+        next_turns: computes what next turns begin with.
         started_at: when the gateway started, in seconds since 1970.
         embedding_sizes: sizes to which embeddings may be cut.
         pooling: what the served model makes of whole prompts; None: it answers with text.
@@ -50,6 +52,7 @@ class GatewayContext:
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
     markdown: MarkdownRenderer
+    next_turns: NextTurns
     started_at: int
     served_names: Sequence[str] = ()
     embedding_sizes: EmbeddingSizes = WHOLE
