@@ -88,10 +88,11 @@ def load_pooling_head(path: Path, config: ModelConfig, dtype: torch.dtype, devic
 def names_in_front(config: ModelConfig) -> Mapping[str, str]:
     """Return parts of names that this family's checkpoints have in place of others.
 
-    A folder that was saved without its head, as sentence-transformers does, has names without what stands in front.
+    A folder that was saved without its head, as sentence-transformers does, has names without what stands in front. A
+    family that has another name for that part keeps its own.
     """
     family = FAMILIES[config.architecture]
-    return {**family.renamed, f"{family.names.embedding.partition('.')[0]}.": ""}
+    return {f"{family.names.embedding.partition('.')[0]}.": "", **family.renamed}
 
 
 def _head_name(config: ModelConfig, reader: TensorReader) -> str:
