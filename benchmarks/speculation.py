@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
         raise Skipped(f"{TRAINED} is not here: moonpool model fetch {TRAINED}")
     rows = []
     with tempfile.TemporaryDirectory() as data, ExitStack() as stacks:
-        own, none = (options.speculative, "--suffix-decoding-max-cached-tokens", "0"), ("off",)
+        own, none = (options.speculative, "--set", "suffix_decoding_max_cached_tokens=0"), ("off",)
         ours, plain = (
             stacks.enter_context(LocalStack(_plan(options, str(model), Path(data, name), way))).address
             for name, way in (("ours", (options.speculative,)), ("plain", own if options.recent else none))

@@ -177,7 +177,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "decode": flags,
             "kvstore": transports,
             # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
-            "conductor": ["--set", "peers=false"] if topology.store else [],
+            "conductor": ["--set", "decode_prompt_tokens=0", *(["--set", "peers=false"] if topology.store else [])],
         },
     )
     with CheckedStack(plan) as stack, Client(stack.address) as client:

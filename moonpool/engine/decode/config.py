@@ -24,7 +24,6 @@ class DecodeConfig(EngineConfig):
             "speculative",
             "draft_model",
             "num_speculative_tokens",
-            "suffix_decoding_max_cached_tokens",
         )
     }
     max_num_seqs: int = stated(DecodeSettings, "max_num_seqs")

@@ -53,7 +53,7 @@ class NextTurns:
 
     def __init__(self, client: AsyncClient, builder: RequestBuilder, cluster: ClusterStateCache) -> None:
         self._client, self._builder, self._cluster = client, builder, cluster
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their begin
         self.tokens = 0
         """Tokens that were computed ahead so far, and would not have been there."""
 
@@ -67,12 +67,12 @@ class NextTurns:
         """
         if len(self._tasks) < MAX_WAITING:
             task = asyncio.create_task(self._compute(job, answer, result))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
 
     async def settle(self) -> None:
         """Wait until all that has begun is over."""
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*list(self._tasks))
 
     async def close(self) -> None:
         """Stop computing ahead."""

@@ -111,6 +111,19 @@ def test_nothing_is_found_across_roots(other: str) -> None:
     assert guessed(answers.begin(text, len(PROMPT), root, tenant)[0], 2) == [130, 131]
 
 
+@pytest.mark.parametrize("other", OTHERS)
+def test_nothing_is_found_across_roots_where_hashes_are_the_same(other: str) -> None:
+    """A table of four rows, of which each answer writes three."""
+    answers, (tenant, root) = Answers(most_tokens=1), OTHERS[other]
+    text = array("i", [5] * 60)
+    whose = answers.recent.add(BlockKey(root), tenant, text, 20)
+    answers.recent.read(whose, 60)
+    asks = answers.recent.add(ROOT, "a", text[:40], 20)
+    assert answers.recent.find(asks, answers.recent.read(asks, 20), 20, 0) is None
+    same = answers.recent.add(BlockKey(root), tenant, text[:40], 20)
+    assert answers.recent.find(same, answers.recent.read(same, 20), 20, 0) is not None
+
+
 def test_the_source_that_is_right_more_often_guesses() -> None:
     """Own text and answers go on differently behind the same tokens."""
     answers = Answers()
