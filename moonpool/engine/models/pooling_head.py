@@ -89,7 +89,7 @@ def names_in_front(config: ModelConfig) -> Mapping[str, str]:
     """Return parts of names that this family's checkpoints have in place of others.
 
     A folder that was saved without its head, as sentence-transformers does, has names without what stands in front. A
-    family's own other names go before.
+    family that has another name for that part keeps its own.
     """
     family = FAMILIES[config.architecture]
     return {f"{family.names.embedding.partition('.')[0]}.": "", **family.renamed}

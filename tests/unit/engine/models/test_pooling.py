@@ -123,7 +123,7 @@ def test_decoders_that_classify(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 @pytest.mark.parametrize("saved", ["base", "with head"])
 def test_decoders_that_embed(model_type: str, saved: str, tmp_path: Path) -> None:
-    """`Qwen3Model`, whose tensors have no `model.` in front, and `Qwen3ForCausalLM` with and without it."""
+    """A class without a head, whose tensors have no `model.` in front, and one with a head."""
     model = drawn(transformers.AutoModelForCausalLM, model_type, **DECODERS[model_type])
     body: Any = model.base_model
     (model if saved == "with head" else body).save_pretrained(tmp_path)
