@@ -21,7 +21,8 @@ from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.simulator.cluster.config import GB, ClusterConfig, SloTargets
+from moonpool.simulator.cluster.config import GB, ChunkSteps, ClusterConfig, SloTargets
+from moonpool.simulator.experiments import engines as engines_experiment
 from moonpool.simulator.experiments import faults as conductors_experiment
 from moonpool.simulator.experiments import memory as memory_experiment
 from moonpool.simulator.experiments import pipeline as pipeline_experiment
@@ -33,6 +34,7 @@ from moonpool.simulator.experiments.frame import Progress, RequestSource, Result
 from moonpool.simulator.experiments.report import Summary
 from moonpool.simulator.planning.page import page
 from moonpool.simulator.planning.planner import PlanSearch, check_possible, load_hardware, parse_slo
+from moonpool.simulator.traces.workload import CHAT, WorkloadMix
 
 app = typer.Typer()
 Trace = Annotated[
@@ -364,6 +366,61 @@ def roles(options: RolesOptions) -> None:
     config = options.machines(prefill, options.instances - prefill, 1.0)
     shifts = serving.Shifts((options.reading_per_s, options.talking_per_s), options.part_s, options.parts, options.seed)
     options.print(lambda say: serving.roles(config, shifts, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginesOptions(Traced, MachineOptions):
+    """Options of `engines`."""
+
+    instances: Annotated[int, typer.Option("--machines", min=1, help="Machines.")] = 1
+    kvstore: Kvstore = 0
+    rate: Rate = 1.0
+    profile: Profile = "llama-8b-h100"
+    chat: Annotated[bool, typer.Option(help="If there is no trace: short conversations only, or every kind.")] = True
+    splits: Annotated[str, typer.Option(help="Prefill instances, of several machines; several with commas.")] = ""
+    chunk_steps: Annotated[
+        str, typer.Option(help=f"Fixed time of steps with prompts: {', '.join(ChunkSteps)}; several with commas.")
+    ] = "captured,eager"
+    chunks: Annotated[str, typer.Option(help="Tokens of prompts beside answers; several with commas.")] = "512,1024"
+    continuous: Annotated[str, typer.Option(help="Steps of answers between them; several with commas.")] = "0,2"
+    ttft_slo_s: TtftSlo = 2.0
+    tbt_slo_s: TbtSlo = 0.05
+
+    def compared(self) -> engines_experiment.Comparison:
+        steps = [_parse_chunk_steps(part) for part in self.chunk_steps.split(",")]
+        chunks, continuous = _parse_counts("chunks", self.chunks), _parse_counts("continuous", self.continuous)
+        if min(chunks) < 1:
+            raise ConfigError("chunks", f"must be at least 1, are {self.chunks}")
+        splits = _parse_counts("splits", self.splits) if self.splits else range(1, self.instances)
+        mixings = [
+            engines_experiment.Mixing(step, chunk, between)
+            for step in steps
+            for chunk in chunks
+            for between in continuous
+        ]
+        return engines_experiment.Comparison(self.instances, splits, mixings)
+
+
+@app.command()
+@verb
+def engines(options: EnginesOptions) -> None:
+    """One engine or two: instances that compute prompts beside answers, beside prefill and decode instances."""
+    config, source = options.machines(1, 1, options.rate), options.source()
+    source = replace(source, mix=CHAT if options.chat else WorkloadMix())
+    options.print(lambda say: engines_experiment.engines(config, source, options.compared(), say))
+
+
+def _parse_counts(field: str, text: str) -> list[int]:
+    numbers = _parse_numbers(field, text)
+    if any(number < 0 or number != int(number) for number in numbers):
+        raise ConfigError(field, f"is a whole number, or several with commas, not {text!r}")
+    return list(map(int, numbers))
+
+
+def _parse_chunk_steps(text: str) -> ChunkSteps:
+    if text not in set(ChunkSteps):
+        raise ConfigError("chunk_steps", f"is one of {', '.join(ChunkSteps)}, not {text!r}")
+    return ChunkSteps(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,6 +177,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "decode": flags,
             "kvstore": transports,
             # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
+            # Prompts are computed at prefill, so that KV is moved: `test_rests` and `test_one_engine` have the others.
             "conductor": ["--set", "decode_prompt_tokens=0", *(["--set", "peers=false"] if topology.store else [])],
         },
     )

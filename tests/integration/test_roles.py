@@ -16,7 +16,7 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client, GenerateResult
 from moonpool.engine.models.random_checkpoint import create
-from tests.integration.conftest import SEED, small_plan, tokens
+from tests.integration.conftest import SEED, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
@@ -99,7 +99,8 @@ def test_cached_kv_is_found_in_the_other_role(shape: str, block: int, tmp_path: 
     """
     model = create(shape, tmp_path / "model", seed=SEED, dtype="float32")
     reference = Reference(model)
-    plan = dataclasses.replace(small_plan(model, tmp_path), prefill=1, decode=2, kvstore=0, block_size=block)
+    plan = with_flags(small_plan(model, tmp_path), "conductor", "--set", "decode_prompt_tokens=0")
+    plan = dataclasses.replace(plan, prefill=1, decode=2, kvstore=0, block_size=block)
     with (
         CheckedStack(dataclasses.replace(plan, kv_cache_memory_bytes=64 << 20)) as stack,
         Client(stack.address) as client,

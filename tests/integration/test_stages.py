@@ -14,7 +14,7 @@ import pytest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient
 from tests.faults.stack import children
-from tests.integration.conftest import small_plan, tokens
+from tests.integration.conftest import small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 
@@ -25,10 +25,11 @@ SEEN_TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def staged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    """Two real prefill instances of two stages each."""
-    plan = dataclasses.replace(
-        small_plan(checkpoint, tmp_path_factory.mktemp("staged")), prefill=2, pipeline_parallel_size=2
+    """Two real prefill instances of two stages each, which compute all prompts."""
+    plan = with_flags(
+        small_plan(checkpoint, tmp_path_factory.mktemp("staged")), "conductor", "--set", "decode_prompt_tokens=0"
     )
+    plan = dataclasses.replace(plan, prefill=2, pipeline_parallel_size=2)
     with CheckedStack(plan) as stack:
         yield stack
 

@@ -51,6 +51,7 @@ def spans(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sp
     slow = with_flags(
         plan, "prefill", "--max-num-batched-tokens", "512", "--set", f"link_bytes_per_s={LINK_BYTES_PER_S}"
     )
+    slow = with_flags(slow, "conductor", "--set", "decode_prompt_tokens=0")
     with CheckedStack(slow) as stack, Client(stack.address) as client:
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         result = client.generate(token_ids=tokens(TOKENS, "overlap"), sampling=sampling)

@@ -71,6 +71,8 @@ OF_CLIENTS = (
     "a store's value is deleted",
     "a store's value is read",
 )
+OF_BOTH = ("a whole prompt is computed at decode",)
+"""Of instances in the role both."""
 ALL = (*OF_CONDUCTORS, *OF_DECODE, *OF_PREFILL, *OF_CLIENTS)
 SOON = (
     "a takeover",
@@ -98,6 +100,24 @@ SOON = (
 )
 """Marks that a few short storms meet."""
 
+BOTH_SOON = (
+    *OF_BOTH,
+    "a takeover",
+    "a request is placed anew",
+    "a client is gone",
+    "a sequence has outlived its conductor",
+    "beams fork",
+    "KV is deleted",
+    "a prefix is loaded from a store",
+    "a prefix is loaded from a peer",
+    "a stream is resumed",
+    "log probabilities came over HTTP",
+    "a prompt is cached",
+    "a turn finds the turn before",
+    "a context is used",
+)
+"""Marks that a few short storms of instances in the role both meet."""
+
 
 DIED = "was killed by signal"
 """Of an engine's stage."""
@@ -107,7 +127,7 @@ class Marks:
     """How often each path was met."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(ALL, 0)
+        self.counts = dict.fromkeys((*ALL, *OF_BOTH), 0)
 
     def meet(self, mark: str, times: int = 1) -> None:
         """A path was met."""
@@ -187,16 +207,44 @@ def _conductor_reader(meet: Meet) -> Reader:
     return read
 
 
+class _Loads:
+    """Loads of prefixes at one instance, as the instance's journal tells them."""
+
+    def __init__(self, meet: Meet) -> None:
+        self._meet = meet
+        self._sources: dict[int, tuple[KVSource, ...]] = {}
+        self._loads: dict[int, KVSource] = {}
+
+    def read(self, event: Any, actions: list[Any]) -> None:
+        match event:
+            case prefill.AddRequest() | decode.QueuePrompt():
+                self._sources[event.id] = event.sources
+            case IoEnded(io=io, result=LoadEnded() as load) if io in self._loads:
+                if load.missing is not None or load.failed:
+                    self._meet("a load is cut short")
+                elif load.blocks:
+                    self._meet(f"a prefix is loaded from a {'peer' if self._loads[io].peer else 'store'}")
+        for action in actions:
+            if isinstance(action, LoadBlocks) and action.id in self._sources:
+                self._loads[action.io] = self._sources[action.id][action.source]
+
+
 def _decode_reader(meet: Meet) -> Reader:
     retained: set[int] = set()
+    loads = _Loads(meet)
 
     def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
+        loads.read(entry.event, actions)
         match entry.event:
             case decode.StartDecoding(known=known) if any(known):
                 meet("a sequence goes on behind known tokens")
-            case decode.RunDone(drafts=drafts):
+            case decode.RunDone(drafts=drafts, first_tokens=first_tokens):
                 for draft in drafts:
                     meet("a guess is right" if draft.accepted else "a guess is wrong")
+                for first in first_tokens:
+                    meet("a whole prompt is computed at decode")
+                    if any(first.known):
+                        meet("a sequence goes on behind known tokens")
             case decode.EngineDied(why=why) if DIED in why:
                 meet("an engine dies")
             case DeleteKV():
@@ -222,23 +270,13 @@ def _decode_reader(meet: Meet) -> Reader:
 
 
 def _prefill_reader(meet: Meet) -> Reader:
-    sources: dict[int, tuple[KVSource, ...]] = {}
-    loads: dict[int, KVSource] = {}
+    loads = _Loads(meet)
 
     def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
+        loads.read(entry.event, actions)
         match entry.event:
-            case prefill.AddRequest():
-                sources[entry.event.id] = entry.event.sources
-            case IoEnded(io=io, result=LoadEnded() as load) if io in loads:
-                if load.missing is not None or load.failed:
-                    meet("a load is cut short")
-                elif load.blocks:
-                    meet(f"a prefix is loaded from a {'peer' if loads[io].peer else 'store'}")
             case IoEnded(result=prefill.IoFailed(damaged_block=int())):
                 meet("a transfer's frame is damaged")
-        for action in actions:
-            if isinstance(action, LoadBlocks) and action.id in sources:
-                loads[action.io] = sources[action.id][action.source]
 
     return read
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.world.cluster import Simulation
 from tests.world.faults import FaultPlan
-from tests.world.marks import ALL, SOON
+from tests.world.marks import ALL, BOTH_SOON, SOON
 from tests.world.process import forked
 from tests.world.storm import Storm, StormPlan
 
@@ -47,8 +47,11 @@ def test_storms_keep_every_promise() -> None:
 
 @pytest.mark.timeout(400)
 def test_storms_of_instances_in_the_role_both() -> None:
-    results, _ = storms(1, 2, SECONDS, "--gap-s", str(GAP_S), "--both", "--engine", "emulated")
+    """Emulated and computed in turn; several answers, beams, scores, sessions and deletions are among what is asked."""
+    results, paths = storms(1, 3, SECONDS, "--gap-s", str(GAP_S), "--both")
+    assert {result["engine"] for result in results} == {"emulated", "computed"}
     assert all(result["outcomes"]["complete"] for result in results)
+    assert [mark for mark in BOTH_SOON if not paths[mark]] == []
 
 
 @pytest.mark.slow

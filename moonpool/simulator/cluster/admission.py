@@ -71,7 +71,8 @@ class PoolLoad:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._speeds, self._instances, self._limit_s = config.profile.speeds, config.decode, config.slo.tbt_s
+        self._speeds, self._limit_s = config.profile.speeds, config.slo.tbt_s
+        self._instances = config.decode + config.both
         self._answers: dict[int, _AdmittedAnswer] = {}
         self._ended, self._total_s = 0, 0.0
 

@@ -93,7 +93,8 @@ class Cluster:
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),
         )  # fmt: skip
-        return SimulatedDecode(self.network, self.config, name, self.stores, ears, runs, self._machine, up=up)
+        parts = self.stores, ears, runs, self._machine
+        return SimulatedDecode(self.network, self.config, name, *parts, find=self._readable, up=up)
 
     # Requests
 
@@ -225,8 +226,8 @@ class Cluster:
             conductor.store_joins(store)
 
     def _lose_source(self, name: str) -> None:
-        for prefill in self.prefills:
-            prefill.lose_source(name)
+        for instance in self._engines:
+            instance.lose_source(name)
 
     def _crash_conductor(self, conductor: Conductor, down_s: float) -> None:
         if conductor.up:
@@ -266,7 +267,7 @@ class Cluster:
         steps = max(1, sum(use.steps for use in decode))
         pools = [prefill.pool for prefill in self.prefills] + [decode.pool for decode in self.decodes]
         return {
-            "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
+            "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / max(1, len(self.prefills)),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
             "decode_batch": sum(use.sequence_steps for use in decode) / steps,
             "preempted": sum(instance.preempted for instance in self.decodes),

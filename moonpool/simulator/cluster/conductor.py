@@ -40,6 +40,7 @@ from moonpool.conductor.core.request_spec import RequestSpec, ResumeState
 from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.placement.policies.registry import load_decode_policy, load_policy
+from moonpool.engine.decode.core.actions import BeginPrompt
 from moonpool.engine.prefill.core.actions import ReportFirstToken
 from moonpool.simulator.clock import PS, SimulatedWorld, ps
 from moonpool.simulator.cluster.admission import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of
@@ -114,8 +115,9 @@ class Conductor:
         self.members = Members(config, calls, self.host.post)
         streams = DecodeStreams(calls, self._engines.decodes, name, self._stream_number)
         self.orders = CallDispatcher(
-            calls, self._engines, self.members, config, self.host.post, self._first_token, streams, name
-        )
+            calls, self._engines, self.members, config, self.host.post, self._first_token, self._prompt_computed,
+            streams, name,
+        )  # fmt: skip
         self._serving: dict[int, Serving] = {}
         self.pool_gate = PoolGate(config)
         self.up = True
@@ -203,7 +205,8 @@ class Conductor:
         """Of prompt and answer so far."""
         return keys_of_chain(request, (request.tokens + request.kept) // self._config.block_size)
 
-    def _first_token(self, number: int, told: ReportFirstToken) -> bool:
+    def _prompt_computed(self, number: int, told: ReportFirstToken | BeginPrompt) -> bool:
+        """A prompt is computed; returns whether the request goes on."""
         serving = self._serving[number]
         request = serving.request
         assert serving.plan is not None
@@ -213,7 +216,13 @@ class Conductor:
             return False
         self.pool_gate.load.began(number, self._world.seconds)
         request.reused = told.cached_tokens + told.loaded_tokens
-        now = self._world.now
+        return True
+
+    def _first_token(self, number: int, told: ReportFirstToken) -> bool:
+        if not self._prompt_computed(number, told):
+            return False
+        serving = self._serving[number]
+        request, now = serving.request, self._world.now
         for answer in request.answers:
             if answer.made == serving.continued:  # several that began again have theirs
                 answer.take(TokenTimes(now, [], now))

@@ -1,6 +1,7 @@
 """What a simulated cluster consists of, and the settings that the services' cores get."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 
 from moonpool.base.errors import ConfigError
@@ -44,13 +45,25 @@ DECODE_LEFT_OUT = {
     "preempt_every": "for diagnosis of real engines",
     "patience_steps": "no service sets the number, either",
     "grant_steps": "no service sets the number, either",
-    "computes_prompts": "the core computes what the conductor wants; the service's word to the conductor",
-    "max_num_batched_tokens": "no run varies the step's size where no answer runs",
     "load_timeout_s": "simulated loads come, or their source is lost, which the simulator tells",
-    "num_continuous_decode_steps": "no run varies the prompts' share of steps",
     "draft_tokens": "simulated tokens cannot be guessed",
 }
 """Fields of `DecodeSettings` that keep their defaults, and why."""
+
+
+class ChunkSteps(StrEnum):
+    """Fixed time of a decode instance's step with tokens of prompts, from the profile."""
+
+    EMULATED = "emulated"
+    """A decode step's, as emulated engines take."""
+    CAPTURED = "captured"
+    """On a GPU with graphs for mixed steps: a decode step's beside answers, a prefill step's without."""
+    EAGER = "eager"
+    """On a GPU without such graphs: a prefill step's."""
+
+    def eager(self, answers: int) -> bool:
+        """Whether such a step beside so many answers takes a prefill step's fixed time."""
+        return self is ChunkSteps.EAGER or (self is ChunkSteps.CAPTURED and not answers)
 
 
 @frozen
@@ -69,7 +82,8 @@ class DecodeMemory:
         watermark: pool share that is left free when a sequence is let in.
         preemption: how sequences give their blocks up.
         swap_bytes: DRAM for KV that is copied out of the pool.
-        chunked_prefill_size: most tokens computed again in one step.
+        chunked_prefill_size: most tokens of prompts, or computed again, in one step beside answers.
+        num_continuous_decode_steps: steps of answers between two steps that compute prompts beside answers.
         assumed_answer_tokens: expected answer length until some answers have ended.
         lease_s: seconds without news after which a promise or transfer ends.
     """
@@ -78,6 +92,7 @@ class DecodeMemory:
     preemption: Preemption = default_of(DecodeSettings, "preemption")
     swap_bytes: int = 256 * GB  # a server of the paper has a terabyte of DRAM; a service's default suits a laptop
     chunked_prefill_size: int = default_of(DecodeSettings, "chunked_prefill_size")
+    num_continuous_decode_steps: int = default_of(DecodeSettings, "num_continuous_decode_steps")
     assumed_answer_tokens: int = default_of(DecodeSettings, "assumed_answer_tokens")
     lease_s: float = default_of(DecodeSettings, "lease_s")
 
@@ -89,6 +104,8 @@ class ClusterConfig:
     Attributes:
         profile: an instance's speeds and sizes.
         prefill, decode, kvstore: numbers of instances.
+        both: number of instances in the role both, beside these: decode that computes whole prompts.
+        chunk_steps: the fixed time of decode's steps that compute tokens of prompts.
         conductors: number of conductors side by side.
         widths: stages in each prefill instance's pipeline, each stage on a separate machine; empty = one each.
         roles: when engines change between prefill and decode; as the conductor's flags.
@@ -129,6 +146,8 @@ class ClusterConfig:
     prefill: int = 8
     decode: int = 8
     kvstore: int = 1
+    both: int = 0
+    chunk_steps: ChunkSteps = ChunkSteps.EMULATED
     conductors: int = 1
     widths: tuple[int, ...] = ()
     roles: RoleLimits = field(default_factory=RoleLimits)
@@ -167,17 +186,13 @@ class ClusterConfig:
     slow_factor: float = default_of(RoutingConfig, "slow_factor")
 
     def __post_init__(self) -> None:
-        for name in (
-            "prefill",
-            "decode",
-            "conductors",
-            "block_size",
-            "max_num_batched_tokens",
-            "max_queue",
-            "max_num_seqs",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")
+        sizes = "conductors", "block_size", "max_num_batched_tokens", "max_queue", "max_num_seqs"
+        least = dict.fromkeys(("prefill", "decode"), 0 if self.both else 1) | {"both": 0} | dict.fromkeys(sizes, 1)
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ConfigError(name, f"must be at least {low}, is {getattr(self, name)}")
+        if self.both and self.roles.swap:
+            raise ConfigError("both", "instances in the role both do not change their roles: leave out roles")
         if self.widths and self.roles.swap:
             raise ConfigError("widths", "machines of a pipeline do not change their roles")
         if self.widths and (len(self.widths) != self.prefill or min(self.widths) < 1):
@@ -195,8 +210,18 @@ class ClusterConfig:
 
     @property
     def decode_numbers(self) -> range:
-        """Of the decode instances, likewise."""
-        return range(self.prefill + self.decode if self.roles.swap else self.decode)
+        """Of the decode instances, likewise; the last ones are in the role both."""
+        return range(self.prefill + self.decode if self.roles.swap else self.decode + self.both)
+
+    def is_both(self, name: str) -> bool:
+        """Whether an instance, for example "d1", is in the role both."""
+        return name[0] == "d" and self.both > 0 and int(name[1:]) >= self.decode
+
+    @property
+    def division(self) -> str:
+        """The instances, for people."""
+        parts = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        return ", ".join(f"{count} {role}" for role, count in parts.items() if count)
 
     def stages_of(self, prefill: str) -> int:
         """A prefill instance's stages, given the instance's name, for example "p3"."""
@@ -256,11 +281,14 @@ def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSett
     return complete(given, PREFILL_LEFT_OUT)
 
 
-def decode_core_settings(config: ClusterConfig, runs: Runs) -> DecodeSettings:
-    """Settings for a decode instance's core."""
-    memory = config.memory
+def decode_core_settings(config: ClusterConfig, runs: Runs, *, both: bool = False) -> DecodeSettings:
+    """Settings for a decode instance's core; `both`: the instance is in the role both."""
+    memory, step_tokens = config.memory, max(config.max_num_batched_tokens, config.block_size)
     given = partial(
         DecodeSettings,
+        computes_prompts=both,
+        max_num_batched_tokens=step_tokens if both else default_of(DecodeSettings, "max_num_batched_tokens"),
+        num_continuous_decode_steps=memory.num_continuous_decode_steps,
         num_blocks=config.blocks,
         block_size=config.block_size,
         block_bytes=config.block_bytes,

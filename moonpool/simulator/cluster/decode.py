@@ -4,13 +4,14 @@ Steps take the profile's time (`moonpool.simulator.cluster.engine`), copies and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.base.scheduling.state_machine import IoEnded
+from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.conductor.core.events import ReserveGranted
 from moonpool.conductor.core.failures import FENCE_FIELD, Failure, FailureKind
 from moonpool.conductor.core.instances import LoadFacts
@@ -37,12 +38,21 @@ from moonpool.engine.decode.core.events import (
     TransferProgress,
 )
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks
 from moonpool.simulator.clock import PS, SimulatedWorld, ps
 from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, Runs, decode_core_settings
 from moonpool.simulator.cluster.core_host import CoreHost
 from moonpool.simulator.cluster.engine import STOPPED, DecodeEngine, RunListener, SharedMachine
-from moonpool.simulator.cluster.requests import DecodeSequence, DecodeUse, PlacedSequence, Resume, SequenceReport
-from moonpool.simulator.cluster.store import SimulatedPoolReads, Store
+from moonpool.simulator.cluster.loads import PrefixLoader
+from moonpool.simulator.cluster.requests import (
+    DecodeSequence,
+    DecodeUse,
+    PlacedSequence,
+    PromptReport,
+    Resume,
+    SequenceReport,
+)
+from moonpool.simulator.cluster.store import Readable, SimulatedPoolReads, Store
 from moonpool.simulator.network import Link, SimulatedNetwork
 
 HEARD_PER_LEASE = 8
@@ -61,6 +71,7 @@ class WholePrompt:
 
     delay_s: float = 0.0
     held: tuple[int | None, ...] = ()
+    sources: tuple[KVSource, ...] = ()
 
 
 WHOLE_PROMPT = WholePrompt()
@@ -119,6 +130,10 @@ class Copies:
             self._tell(IoEnded(io, result))
 
 
+def _nowhere(name: str) -> Readable:
+    raise KeyError(name)
+
+
 def nothing_written(io: int) -> IoEnded[IoEnd]:
     """Answer `StopReceiving`: what comes is in the pool at once."""
     return IoEnded(io, ReceiveEnd())
@@ -149,8 +164,8 @@ class SimulatedDecode:
         ears: are told what happens.
         runs: steps per run.
         machine: engines that share cores; None = separate cores.
+        find: gives a store or another instance by name, to load prefixes from; None = there are none.
         up: whether the instance is there at the beginning.
-        computes_prompts: whether the instance reports its whole prompts, as one of role both.
     """
 
     def __init__(
@@ -163,15 +178,16 @@ class SimulatedDecode:
         runs: Runs = LEAPS,
         machine: SharedMachine | None = None,
         *,
+        find: Callable[[str], Readable] | None = None,
         up: bool = True,
-        computes_prompts: bool = False,
     ) -> None:
-        self.name, self._computes_prompts = name, computes_prompts
+        self.name, self._find = name, find or _nowhere
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
         self.pool = SimulatedPoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = network.world, network, config, ears
         self._stores = {store.name: store for store in stores}
-        self._settings = decode_core_settings(config, runs)
+        self._loads_link = Link(f"{name} loads", config.load_bytes_per_s)
+        self._settings = decode_core_settings(config, runs, both=config.is_both(name))
         self._machine = machine or SharedMachine()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
@@ -187,6 +203,12 @@ class SimulatedDecode:
             self._world, self.core, self._perform, before_tick=self._settle
         )
         self._copies = Copies(self._world, self._network, self._config, self.name, self.pool.sends, self._tell)
+        layers = self._config.profile.layers
+        self._loading = PrefixLoader(
+            self._world, self._network, self._find, self._loads_link, self._config.block_bytes // layers, layers,
+            lambda io, result: self._tell(IoEnded(io, result)),
+        )  # fmt: skip
+        self._sources: dict[int, tuple[KVSource, ...]] = {}
         self._sequences: dict[int, DecodeSequence] = {}
         self._logged: dict[int, list[DecodeSequence]] = {}
         self._answers: dict[int, ReserveGranted | Failure] = {}
@@ -203,6 +225,7 @@ class SimulatedDecode:
         self.host.close()
         self._engine.close()
         self._copies.close()
+        self._loading.stop()
         self._preempted = self.preempted
         self.begin_anew()
 
@@ -300,7 +323,9 @@ class SimulatedDecode:
         if compute and self.core.requests[transfer].asked.computes_prompt:
             for other in members:
                 other.begin_with_prompt(self._config.block_size)
-            self._tell(QueuePrompt(transfer, stream, delay_s=prompt.delay_s, held=prompt.held))
+            member.queued_at, self._sources[transfer] = self._world.now, prompt.sources
+            waits = QueuePrompt(transfer, stream, delay_s=prompt.delay_s, held=prompt.held, sources=prompt.sources)
+            self._tell(waits)
         elif compute:
             member.begin_with_prompt(self._config.block_size)
             self._tell(ComputePrompt(transfer, stream))
@@ -362,8 +387,8 @@ class SimulatedDecode:
         core, requests = self.core, self.core.requests.values()
         prompts = core.planner.prompts
         return LoadFacts(
-            queued_tokens=prompts.tokens_left(requests) if self._computes_prompts else 0,
-            drain_s=prompts.drain_s(requests) if self._computes_prompts else None,
+            queued_tokens=prompts.tokens_left(requests) if self._settings.computes_prompts else 0,
+            drain_s=prompts.drain_s(requests) if self._settings.computes_prompts else None,
             running=len(core.planner.batch),
             waiting=core.sequences - len(core.planner.batch),
             free_blocks=core.blocks.num_free,
@@ -376,10 +401,14 @@ class SimulatedDecode:
             answer_tokens=core.expected_answer_tokens,
         )
 
+    def lose_source(self, source: str) -> None:
+        """A store or another instance is gone: loads from there fail."""
+        self._loading.lose(source)
+
     def check_at_rest(self) -> None:
         """Assert that no resource is held."""
         self.core.check_invariants()
-        assert not [*self._sequences, *self._logged, *self.core.requests]
+        assert not [*self._sequences, *self._logged, *self.core.requests, *self._sources]
         assert self._engine.idle
         assert self.core.blocks.num_used == 0
 
@@ -409,8 +438,15 @@ class SimulatedDecode:
         """Tell the conductor about new tokens."""
         told: dict[int, list[SequenceReport]] = {}
         for member in members:
-            if member.stream and member.made is not None:
-                told.setdefault(member.stream, []).append(SequenceReport(member.number, member.made, not member.left))
+            if member.made is None:
+                continue
+            how = member.prompt
+            if how is not None:
+                how = replace(how, there_s=(member.made.first - member.queued_at) / PS)
+            if member.stream:
+                report = SequenceReport(member.number, member.made, not member.left, how)
+                told.setdefault(member.stream, []).append(report)
+            member.prompt = None
             member.told, member.made = member.told or member.made is not None, None
         for stream, news in told.items():
             self._ears.tokens(stream, news)
@@ -425,10 +461,8 @@ class SimulatedDecode:
                 self._engine.cut()
             case actions.ReservationGranted() | actions.ReservationRefused():
                 self._answer(action)
-            case actions.SetBlockTable(number, blocks):
-                self._sequences[number].blocks = len(blocks)
-            case actions.AppendBlock(number):
-                self._sequences[number].blocks += 1
+            case actions.SetBlockTable() | actions.AppendBlock() | actions.BeginPrompt():
+                self._note(action)
             case actions.FinishSequence(number):
                 self._ears.tokens(self._sequences[number].stream, [SequenceReport(number, None, over=True)])
             case actions.RequestAborted(number, why):
@@ -439,8 +473,30 @@ class SimulatedDecode:
                 self._change_hands(action)
             case actions.SwapOut() | actions.SwapIn() | actions.StoreBlock():
                 self._io(action)
+            case LoadBlocks() | CancelIo():
+                self._load(action)
             case actions.StopReceiving(io):
                 self.host.post(nothing_written(io))
+
+    def _note(self, action: actions.SetBlockTable | actions.AppendBlock | actions.BeginPrompt) -> None:
+        """Note what a sequence has now."""
+        sequence = self._sequences[action.id]
+        match action:
+            case actions.SetBlockTable(_, blocks):
+                sequence.blocks = len(blocks)
+            case actions.AppendBlock():
+                sequence.blocks += 1
+            case actions.BeginPrompt():
+                sequence.prompt = PromptReport(action)
+
+    def _load(self, action: LoadBlocks | CancelIo) -> None:
+        """Load a prompt's prefix, or stop loading."""
+        if isinstance(action, CancelIo):
+            self._loading.cancel(action.io)
+            return
+        source, end = self._sources[action.id][action.source], action.first + len(action.blocks)
+        keys = self._sequences[action.id].chain(end)
+        self._loading.begin(action.io, source.name, keys, action.first, action.timeout_s, by_layer=False)
 
     def _answer(self, action: actions.ReservationGranted | actions.ReservationRefused) -> None:
         if isinstance(action, actions.ReservationGranted):
@@ -485,6 +541,7 @@ class SimulatedDecode:
                     self._ears.failed(stream, number, Failure(FailureKind.STREAM, members[0].why))
 
     def _leave(self, transfer: int) -> None:
+        self._sources.pop(transfer, None)
         for member in self._members(transfer):
             del self._sequences[member.number]
 

@@ -27,28 +27,28 @@ from moonpool.conductor.core.events import (
     KVDelivered,
     PrefillAccepted,
     PrefillMeasurements,
+    PromptComputed,
     StalePlacement,
     TokensArrived,
 )
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
 from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS
-from moonpool.engine.prefill.core.actions import (
-    ReportFirstToken,
-)
-from moonpool.engine.prefill.core.events import (
-    WriteBackTarget,
-)
+from moonpool.conductor.core.routing import RoutingDecision
+from moonpool.engine.decode.core.actions import BeginPrompt
+from moonpool.engine.prefill.core.actions import ReportFirstToken
+from moonpool.engine.prefill.core.events import WriteBackTarget
 from moonpool.engine.scheduler.prefix_sources import KVSource
 from moonpool.simulator.clock import ps
 from moonpool.simulator.cluster.admission import keeps_tbt
 from moonpool.simulator.cluster.config import ClusterConfig
-from moonpool.simulator.cluster.decode import SimulatedDecode
+from moonpool.simulator.cluster.decode import WHOLE_PROMPT, SimulatedDecode, WholePrompt
 from moonpool.simulator.cluster.machines import Instances
 from moonpool.simulator.cluster.members import Members
 from moonpool.simulator.cluster.prefill import SimulatedPrefill
 from moonpool.simulator.cluster.requests import (
     PlacedSequence,
+    PromptReport,
     Request,
     Resume,
     SequenceReport,
@@ -70,6 +70,8 @@ class RequestSubscription:
     post: Callable[[Event], None]
     ended: Callable[[int, CallResult], None]
     unfollow: Callable[[], None]
+    computed: Callable[[PromptReport], None]
+    """Takes how the prompt was computed where the answers run."""
     going: int
     """Answers that decode has not ended."""
     spoken: bool = False
@@ -150,12 +152,19 @@ class DecodeStream:
         return self._wire
 
     def start(
-        self, transfer: int, followers: Sequence[AnswerSubscription], known: tuple[int, ...], *, compute: bool
+        self,
+        transfer: int,
+        followers: Sequence[AnswerSubscription],
+        known: tuple[int, ...],
+        *,
+        compute: bool,
+        prompt: WholePrompt = WHOLE_PROMPT,
     ) -> None:
         """Start a sequence, or several together, and follow each; see `SimulatedDecode.start`."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, transfer))
-        wire.send(partial(self._there, lambda: self._decode.start(number, transfer, known, compute=compute)))
+        begin = partial(self._decode.start, number, transfer, known, compute=compute, prompt=prompt)
+        wire.send(partial(self._there, begin))
 
     def resume(self, order: Resume, followers: Sequence[AnswerSubscription]) -> None:
         """Ask for a sequence that was another conductor's, and follow the sequence."""
@@ -201,6 +210,9 @@ class DecodeStream:
     def _hear(self, news: list[SequenceReport]) -> None:
         for told in news:
             follower = self._followers.get(told.number)
+            if follower is not None and told.prompt is not None:
+                follower.of.computed(told.prompt)
+                follower = self._followers.get(told.number)  # the request may have been refused
             if follower is not None:
                 if told.over:
                     del self._followers[told.number]
@@ -260,6 +272,8 @@ class DecodeStreams:
 
 Token = Callable[[int, ReportFirstToken], bool]
 """Takes a request's first token; returns whether the request goes on."""
+Computed = Callable[[int, BeginPrompt], bool]
+"""Takes that decode has computed a request's prompt; returns whether the request goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -314,6 +328,7 @@ class CallDispatcher:
         config: the cluster's.
         post: hands an event to the core.
         token_came: takes first tokens.
+        computed: takes prompts that are computed where the answers run.
         streams: to decode instances.
         conductor: the calls' owner.
     """
@@ -326,11 +341,13 @@ class CallDispatcher:
         config: ClusterConfig,
         post: Callable[[Event], None],
         token_came: Token,
+        computed: Computed,
         streams: DecodeStreams,
         conductor: str,
     ) -> None:
         self.streams, self._conductor = streams, conductor
         self._calls, self._members, self._post, self._token_came = calls, members, post, token_came
+        self._computed = computed
         self._engines = engines
         self._limit = ps(RESERVE_LIMIT * config.reserve_timeout_s)
         self._block_size, self._keeps_tbt = config.block_size, keeps_tbt(config)
@@ -388,7 +405,10 @@ class CallDispatcher:
         decode = self._engines.decodes[order.decode]
         if _is_alive(decode, order.epoch):
             tbt_slo_s = (self._keeps_tbt and order.tbt_slo_s) or 0.0
-            answer = decode.reserve(sequence, self._conductor, tbt_slo_s, order.starts_in_s, order.stores)
+            answer = decode.reserve(
+                sequence, self._conductor, tbt_slo_s, order.starts_in_s, order.stores,
+                whole=order.computes_prompt, max_queue_s=order.max_queue_s,
+            )  # fmt: skip
             self._calls.send(partial(self._end, order.io, answer))
 
     # --- Prefill ----------------------------------------------------------------------------------------------------
@@ -410,12 +430,15 @@ class CallDispatcher:
         if not _is_alive(instance, call.order.epoch):
             return
         there = self._members.epoch
-        call.sources = tuple(
-            [KVSource(source.id, source.blocks, source.peer) for source in plan.sources if there(source.id)]
-        )
+        call.sources = self._sources(plan)
         copies = tuple([WriteBackTarget(store.id, store.blocks) for store in plan.write_back if there(store.id)])
         target, max_queue_s, delay_s = call.order.target, call.order.max_queue_s, plan.prefill.delay_s or 0.0
         call.number = instance.submit(call.sequence, target, call, call.sources, copies, max_queue_s, delay_s)
+
+    def _sources(self, plan: RoutingDecision) -> tuple[KVSource, ...]:
+        """Where a prefix may be loaded from, by the members of this moment."""
+        there = self._members.epoch
+        return tuple([KVSource(source.id, source.blocks, source.peer) for source in plan.sources if there(source.id)])
 
     def _tell(self, call: PrefillCall, event: Event) -> None:
         if call.io in self._cancels:
@@ -426,11 +449,7 @@ class CallDispatcher:
         known = all(answer.made > call.sequence.continued for answer in request.answers)
         if call.io not in self._cancels or not (known or self._token_came(call.order.request, told)):
             return
-        misses = tuple(
-            (call.sources[miss.source].name, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
-        )
-        loads = tuple([(call.sources[load.source].name, load.blocks, load.seconds) for load in told.loads])
-        how = PrefillMeasurements(told.computed_tokens, told.queue_s + told.prefill_s, misses, loads)
+        how = _measured(request, call.sources, told, told.computed_tokens, told.queue_s + told.prefill_s)
         self._post(FirstToken(call.io, how, CompletionReason.STOP if request.whole else None, known))
 
     def _cancel_prefill(self, call: PrefillCall) -> None:
@@ -452,14 +471,19 @@ class CallDispatcher:
         """Start a sequence at decode, and follow the sequence."""
         stream, transfer = self.streams.get(order.target.decode), order.target.transfer_id
 
-        following = self._follow(order.io, sequence, stream, transfer)
+        prompt, sources = WHOLE_PROMPT, tuple[KVSource, ...]()
+        if order.plan is not None:
+            sources = self._sources(order.plan)
+            held = {store.id: store.blocks for store in order.plan.write_back}
+            prompt = WholePrompt(order.plan.prefill.delay_s or 0.0, tuple(held.values()), sources)
+        following = self._follow(order, sequence, stream, sources)
         begin = sequence.continued + (not order.compute)
         known = () if order.compute else _known(sequence, begin)
-        if order.compute:
-            held = order.target.held_blocks * self._block_size
-            sequence.request.reused = min(held, sequence.request.tokens - 1)
+        if order.compute and order.plan is None:
+            cached = order.target.held_blocks * self._block_size
+            sequence.request.reused = min(cached, sequence.request.tokens - 1)
         positions = [begin + count for count in known or (0,) * sequence.width]
-        stream.start(transfer, following.members(positions), known, compute=order.compute)
+        stream.start(transfer, following.members(positions), known, compute=order.compute, prompt=prompt)
 
     def adopt(self, order: TakeOverSequence, sequence: PlacedSequence) -> None:
         """Take over a sequence where the sequence runs, and follow the sequence."""
@@ -469,10 +493,18 @@ class CallDispatcher:
             return
         stream, transfer = self.streams.get(target.decode), target.transfer_id
         positions = tuple([answer.made for answer in sequence.request.answers])
-        members = self._follow(order.io, sequence, stream, transfer).members(positions)
+        members = self._follow(order, sequence, stream).members(positions)
         stream.resume(Resume(transfer, order.sequence, positions, order.fence), members)
 
-    def _follow(self, io: int, sequence: PlacedSequence, stream: DecodeStream, transfer: int) -> RequestSubscription:
+    def _follow(
+        self,
+        order: StartDecode | TakeOverSequence,
+        sequence: PlacedSequence,
+        stream: DecodeStream,
+        sources: tuple[KVSource, ...] = (),
+    ) -> RequestSubscription:
+        io, transfer = order.io, order.target.transfer_id
+
         def unfollow() -> None:
             stream.unfollow(transfer, sequence.width)
 
@@ -481,8 +513,14 @@ class CallDispatcher:
             stream.cancel(transfer)
             self._end(io, None)
 
+        def computed(told: PromptReport) -> None:
+            request, begun = sequence.request, told.begun
+            tokens = sequence.tokens - begun.cached_tokens - begun.loaded_tokens
+            if self._computed(order.request, begun):
+                self._post(PromptComputed(io, _measured(request, sources, begun, tokens, told.there_s)))
+
         self._cancels[io] = cancel
-        return RequestSubscription(io, sequence.request, self._post, self._end, unfollow, sequence.width)
+        return RequestSubscription(io, sequence.request, self._post, self._end, unfollow, computed, sequence.width)
 
     def renew(self, order: RenewReservation) -> None:
         """Keep a promise."""
@@ -496,6 +534,19 @@ class CallDispatcher:
 
     def _is_there(self, name: str, epoch: int) -> bool:
         return epoch == self._members.epoch(name) != 0
+
+
+def _measured(
+    request: Request,
+    sources: Sequence[KVSource],
+    told: ReportFirstToken | BeginPrompt,
+    computed_tokens: int,
+    there_s: float,
+) -> PrefillMeasurements:
+    """How a prompt was computed, for the core."""
+    misses = [(sources[miss.source].name, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses]
+    loads = [(sources[load.source].name, load.blocks, load.seconds) for load in told.loads]
+    return PrefillMeasurements(computed_tokens, there_s, tuple(misses), tuple(loads))
 
 
 def _known(sequence: PlacedSequence, begin: int) -> tuple[int, ...]:

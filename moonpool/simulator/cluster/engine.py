@@ -249,7 +249,10 @@ class DecodeEngine:
             self._left += self._shorten()
 
     def _first_step(self, run: StartRun) -> int:
-        """Picoseconds of the run's first step; as emulated engines count, all chunk tokens cost alike."""
+        """Picoseconds of the run's first step; as emulated engines count, all chunk tokens cost alike.
+
+        The fixed time is that of `ChunkSteps`.
+        """
         ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
         speeds = self._config.profile.speeds
         again = sum(
@@ -257,7 +260,9 @@ class DecodeEngine:
             for chunk in run.chunks
             if chunk.count > 1
         )
-        return self._step(run, len(ones), sum(ones)) + ps(again)
+        eager = bool(run.chunks) and self._config.chunk_steps.eager(len(run.batch))
+        fixed = max(0, ps(speeds.prefill_base_s) - self._times.base) if eager else 0
+        return self._step(run, len(ones), sum(ones)) + ps(again) + fixed
 
     def _step(self, run: StartRun, ones: int = 0, context: int = 0) -> int:
         """Picoseconds for a run's next step, with some more tokens and their context."""

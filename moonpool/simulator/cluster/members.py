@@ -151,7 +151,7 @@ class Members:
         """What an instance reports when joining."""
         config, kind = self._config, _KINDS[name[0]]
         store = kind is InstanceKind.KVSTORE
-        stages = config.stages_of(name) if kind is InstanceKind.PREFILL else 1
+        stages, both = config.stages_of(name) if kind is InstanceKind.PREFILL else 1, config.is_both(name)
         return InstanceFacts(
             id=name,
             epoch=epoch,
@@ -163,5 +163,6 @@ class Members:
             stages=stages,
             max_num_batched_tokens=config.max_num_batched_tokens,
             capacity_bytes=config.store_bytes if store else 0,
+            computes_prompts=both,
             reports_ssd=store and config.disk_bytes > 0,
         )

@@ -4,7 +4,7 @@ Steps take the time of the profile (`moonpool.simulator.cluster.engine`); loads,
 links. An instance with several stages is a pipeline over as many machines.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,18 +20,15 @@ from moonpool.conductor.core.instances import LoadFacts
 from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.engine.messages import WRITE_BACK_SHARE
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.events import (
-    IoResult,
-    LayerLoaded,
-)
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
-from moonpool.simulator.clock import PS, SimulatedWorld, ps
+from moonpool.simulator.clock import PS, ps
 from moonpool.simulator.cluster.config import ClusterConfig, prefill_core_settings
 from moonpool.simulator.cluster.core_host import CoreHost
 from moonpool.simulator.cluster.engine import Pipeline, SharedMachine
+from moonpool.simulator.cluster.loads import PrefixLoader
 from moonpool.simulator.cluster.requests import PlacedSequence
-from moonpool.simulator.cluster.store import Loan, Readable, SimulatedPoolReads, Store
+from moonpool.simulator.cluster.store import Readable, SimulatedPoolReads, Store
 from moonpool.simulator.network import Calls, Flow, Link, SimulatedNetwork
 
 
@@ -85,113 +82,6 @@ class Prompt:
     begun: bool = False
     """Whether a part of the prompt is computed, or is being computed."""
     to: Link | None = None
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedPrefixLoad:
-    """Blocks on their way."""
-
-    io: int
-    source: str
-    loan: Loan
-    missing: int | None
-    """The first block that the instance does not have."""
-    begun: int
-    by_layer: bool
-    """Each layer is told."""
-    layers: int = 0
-    flow: Flow | None = None
-
-
-class PrefixLoader:
-    """One instance's loads.
-
-    Args:
-        find: gives a store or another instance by name.
-        receives: the instance's link.
-        slice_bytes: bytes for one layer in one block.
-        layers: KV layers.
-        tell: takes what happens.
-    """
-
-    def __init__(
-        self,
-        world: SimulatedWorld,
-        network: SimulatedNetwork,
-        find: Callable[[str], Readable],
-        receives: Link,
-        slice_bytes: int,
-        layers: int,
-        tell: Callable[[LayerLoaded | IoEnded[IoResult]], None],
-    ) -> None:
-        self._world, self._network, self._receives = world, network, receives
-        self._find = find
-        self._slice_bytes, self._layers, self._tell = slice_bytes, layers, tell
-        self._loads: dict[int, SimulatedPrefixLoad] = {}
-
-    def begin(
-        self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
-    ) -> None:
-        """Load a chain's blocks from `first` on, as far as the source has the blocks."""
-        source, wanted = self._find(name), len(keys) - first
-        loan = source.lend(keys, first)
-        blocks = loan.blocks
-        load = SimulatedPrefixLoad(io, name, loan, blocks if blocks < wanted else None, self._world.now, by_layer)
-        self._loads[io] = load
-        self._world.after(ps(timeout_s), lambda _: self._end(load, failed=True))
-        if blocks:
-            source.read(keys, first, first + blocks, lambda: self._next(load))
-        else:
-            self._world.after(0, lambda _: self._end(load))
-
-    def cancel(self, io: int) -> None:
-        """A load is not wanted any more; others are fine."""
-        load = self._loads.get(io)
-        if load is not None:
-            self._world.after(0, lambda _: self._end(load, failed=False, cancelled=True))
-
-    def lose(self, source: str) -> None:
-        """A store or another instance is gone."""
-        for load in [load for load in self._loads.values() if load.source == source]:
-            self._end(load, failed=True)
-
-    def stop(self) -> None:
-        """The instance is gone: loads end unheard."""
-        for load in self._loads.values():
-            self._drop(load)
-        self._loads.clear()
-
-    def _next(self, load: SimulatedPrefixLoad) -> None:
-        """The next layer crosses the network."""
-        if self._loads.get(load.io) is load:
-            path = self._find(load.source).sends, self._receives
-            load.flow = self._network.send(path, load.loan.blocks * self._slice_bytes, lambda: self._came(load))
-
-    def _came(self, load: SimulatedPrefixLoad) -> None:
-        load.flow = None
-        load.layers += 1
-        if load.by_layer and load.missing is None:
-            self._tell(LayerLoaded(load.io, load.layers - 1))
-        if load.layers == self._layers:
-            self._end(load)
-        else:
-            self._next(load)
-
-    def _end(self, load: SimulatedPrefixLoad, *, failed: bool = False, cancelled: bool = False) -> None:
-        if self._loads.get(load.io) is not load:
-            return
-        del self._loads[load.io]
-        self._drop(load)
-        whole = load.layers == self._layers
-        missing = None if failed or cancelled else load.missing
-        blocks = load.loan.blocks if whole else 0
-        result: IoResult = LoadEnded(blocks, missing, failed, (self._world.now - load.begun) / PS)
-        self._tell(IoEnded(load.io, result))
-
-    def _drop(self, load: SimulatedPrefixLoad) -> None:
-        if load.flow is not None:
-            self._network.cancel(load.flow)
-        load.loan.give_back()
 
 
 Event = events.Event | IoEnded[events.IoResult] | Tick
@@ -263,7 +153,7 @@ class SimulatedPrefill:
         )
         self._loading = PrefixLoader(
             self._world, self._network, self._find, self._receives, self._settings.slice_bytes,
-            self._settings.layers, self._came_in,
+            self._settings.layers, self._load_ended, self._layer_loaded,
         )  # fmt: skip
 
     def crash(self) -> None:
@@ -368,8 +258,11 @@ class SimulatedPrefill:
         if keys.stored or keys.removed:
             self._peers.keys(keys)
 
-    def _came_in(self, event: events.LayerLoaded | IoEnded[events.IoResult]) -> None:
-        (self._hear if isinstance(event, events.LayerLoaded) else self._tell)(event)
+    def _layer_loaded(self, io: int, layer: int) -> None:
+        self._hear(events.LayerLoaded(io, layer))
+
+    def _load_ended(self, io: int, result: LoadEnded) -> None:
+        self._tell(IoEnded(io, result))
 
     # Steps
 

@@ -7,6 +7,7 @@ from blake3 import blake3
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
+from moonpool.engine.decode.core.actions import BeginPrompt
 from moonpool.simulator.traces.mooncake import TraceRequest
 
 DONE = "done"
@@ -255,6 +256,10 @@ class DecodeSequence:
     """Tokens that the conductor has not been told yet."""
     told: bool = False
     """Notes that the conductor was told some tokens."""
+    queued_at: int = 0
+    """When the whole prompt came into the queue."""
+    prompt: "PromptReport | None" = None
+    """How the whole prompt was computed; None: not begun, or told."""
 
     def advance(self, first: int, gaps: Listed[int], last: int) -> None:
         """Add tokens: at `first`, then after each of `gaps`, until `last`."""
@@ -312,9 +317,27 @@ class Resume:
 
 
 @frozen
+class PromptReport:
+    """How an instance in the role both has computed a prompt.
+
+    Attributes:
+        begun: how the prompt began: what was cached and loaded, and what was missing.
+        there_s: seconds from the order to the first token.
+    """
+
+    begun: BeginPrompt
+    there_s: float = 0.0
+
+
+@frozen
 class SequenceReport:
-    """What the conductor is told about a sequence: tokens, and whether these tokens end the sequence."""
+    """What the conductor is told about a sequence: tokens, and whether these tokens end the sequence.
+
+    Attributes:
+        prompt: with the first tokens behind a prompt that was computed there.
+    """
 
     number: int
     made: TokenTimes | None
     over: bool
+    prompt: PromptReport | None = None

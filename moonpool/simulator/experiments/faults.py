@@ -38,7 +38,7 @@ def crashes_of(config: ClusterConfig, seed: int, until_s: float) -> list[tuple[f
     """(when, instance, seconds away) for one seed."""
     names = [
         f"{kind}{number}"
-        for kind, count in (("p", config.prefill), ("d", config.decode), ("s", config.kvstore), ("c", 1))
+        for kind, count in (("p", config.prefill), ("d", config.decode + config.both), ("s", config.kvstore), ("c", 1))
         for number in range(count)
     ]
     return [
@@ -92,7 +92,7 @@ def faults(config: ClusterConfig, seeds: int, first_seed: int, progress: Progres
     points = [(place, float(totals[name])) for place, name in enumerate(names)]
     chart = Chart("Faults that every request survived", "", "faults", {"faults": points}, names=names)
     facts: dict[str, object] = {
-        "instances": f"{config.prefill} prefill, {config.decode} decode, {config.kvstore} kvstore",
+        "instances": f"{config.division}, {config.kvstore} kvstore",
         "trace": source.describe() if source.path else f"chat, seed {source.seed}, {len(requests)} requests",
         "first_seed": first_seed,
         "retries": RETRIES,

@@ -94,7 +94,7 @@ def assumptions(config: ClusterConfig, source: RequestSource) -> dict[str, objec
         "rate": config.rate,
         "profile": config.profile.name,
         "hardware": config.profile.hardware,
-        "instances": f"{config.prefill} prefill, {config.decode} decode, {config.kvstore} kvstore",
+        "instances": f"{config.division}, {config.kvstore} kvstore",
         "policy": config.policy,
         "pool_blocks": config.blocks,
         "store_gb": config.store_bytes / 1e9,

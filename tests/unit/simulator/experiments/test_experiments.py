@@ -207,6 +207,7 @@ TINY = (
     ("overload", "--requests", "12", *SMALL_CLUSTER),
     ("pipeline", "--requests", "2"),
     ("roles", "--machines", "4", "--part-s", "60", "--parts", "2", "--reading-per-s", "0.2", "--talking-per-s", "0.5"),
+    ("engines", "--requests", "8", "--machines", "2", "--chunks", "512", "--continuous", "2"),
     ("conductors", "--requests", "8", *SMALL_CLUSTER, "--crash-s", "2"),
     ("transfer",),
     ("memory", "--requests", "16", "--pool-blocks", "150", "--max-tokens", "1024"),
