@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moonpool.base.checkpoint import ModelConfig
+from moonpool.base.checkpoint.pooling import WHOLE_PROMPT_TOKENS
 from moonpool.base.checkpoint.weight_formats import DEQUANTISED_OUTPUTS
 from moonpool.base.families.spec import LayerSpec
 from moonpool.engine.calibration import LONG_TOKENS
@@ -55,8 +56,6 @@ GRAMMAR_BYTES = 256 << 20
 (`moonpool.base.grammar.LIMITS`)."""
 _MARGIN_BYTES = 128 << 20
 """Part by which grammars may grow until the process is checked again: at least the worst grammar."""
-WHOLE_PROMPT_TOKENS = 4096
-"""Tokens of whole prompts of one length that are computed together, if one prompt is not longer."""
 _TOKENIZER_BYTES = 1280
 """For each token of the vocabulary: of 49,152 tokens 57 MiB stay, and 12 more while the tokenizer is made."""
 

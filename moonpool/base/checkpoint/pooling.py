@@ -31,6 +31,8 @@ _KINDS: Mapping[str, PoolingKind] = {
 }
 _KIND_NAMES: Mapping[str, PoolingKind] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
 _DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
+WHOLE_PROMPT_TOKENS = 4096
+"""Tokens of whole prompts of one length that are computed together, if one prompt is not longer."""
 
 
 @dataclass(frozen=True, slots=True)

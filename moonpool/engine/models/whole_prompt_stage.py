@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
+from moonpool.base.checkpoint.pooling import WHOLE_PROMPT_TOKENS
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.other import ROBERTA_KIND, WHOLE_PROMPT_BASE, WHOLE_PROMPT_DIGITS
-from moonpool.engine.footprint import WHOLE_PROMPT_TOKENS
 from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
