@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from moonpool.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from moonpool.gateway.endpoints.classify import ClassifyBody
 from moonpool.gateway.endpoints.dashboard import MarkdownBody
 from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
 from moonpool.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
@@ -24,6 +25,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingsBody,
+    "/v1/classify": ClassifyBody,
     "/score": ScoreBody,
     "/rerank": RerankBody,
     "/v1/messages": MessagesBody,

@@ -14,6 +14,7 @@ from moonpool.base.transport.dialer import DIALER_METRICS
 from moonpool.base.transport.listener import LISTENER_METRICS
 from moonpool.conductor.prediction_metrics import PredictionMetrics
 from moonpool.conductor.servicer import CONDUCTOR_METRICS
+from moonpool.engine.decode.run_loop import SOURCE_METRICS
 from moonpool.engine.decode.service import DECODE_METRICS
 from moonpool.engine.emulated.engine import EMULATED_METRICS
 from moonpool.engine.instance import INSTANCE_METRICS
@@ -58,7 +59,7 @@ _INSTANCE = (
 SERVICES: dict[str, Sequence[Table]] = {
     "conductor": (CONDUCTOR_METRICS, PROCESS_METRICS),
     "prefill": (PREFILL_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
-    "decode": (DECODE_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
+    "decode": (DECODE_METRICS, SOURCE_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
     "kvstore": (STORE_METRICS, SSD_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, LISTENER_METRICS, PROCESS_METRICS),
     "gateway": (SERVER_METRICS, RESPONSE_METRICS, BODY_METRICS, PROCESS_METRICS),
     "adapter": (ADAPTER_METRICS, PROCESS_METRICS),

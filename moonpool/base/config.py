@@ -56,7 +56,7 @@ RENAMED = {
     "max_tokens": ("max_model_len",),
     "session_timeout_s": ("transfer_timeout_s",),
     "stages": ("pipeline_parallel_size",),
-    "step_tokens": ("max_num_batched_tokens", "chunked_prefill_size"),
+    "step_tokens": ("chunked_prefill_size", "max_num_batched_tokens"),
     "tool_parser": ("tool_call_parser",),
 }
 """Settings that had another name, with the names of today, at most one for a service; an old name is an error that says

@@ -215,7 +215,8 @@ class SamplingParams:
     """With `thinking_budget`: the model's two texts, before and behind its thinking. The thinking begins within the
     answer's first 16 tokens, or has begun at the prompt's end."""
     embedding: bool = field(default=False, metadata=_option(with_beams=False, with_format=False))
-    """The result has the prompt's embedding: the last token's hidden state after the last norm, scaled to length 1."""
+    """The result has the prompt's embedding: the last token's hidden state after the last norm, scaled to length 1;
+    what a checkpoint for embeddings makes of the prompt; or a classifier's raw values, one for each label."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():

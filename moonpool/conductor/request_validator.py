@@ -345,6 +345,10 @@ def _read_sampling(
     """Return the checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
+    pooling = served.config.pooling
+    if pooling is not None and not pooling.generates and not params.embedding:
+        what = "embeds texts" if pooling.task == "embed" else "classifies texts"
+        raise InvalidRequest("sampling.embedding", f"must be set: {served.name!r} {what}, and writes no answers")
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens, served.rules.max_tokens or params.max_tokens)
     scores = 0 if params.prompt_logprobs is None else prompt_tokens * (1 + params.prompt_logprobs)
     many = f"{scores} log probabilities of {prompt_tokens} tokens are too many, at most {MAX_PROMPT_SCORES}"

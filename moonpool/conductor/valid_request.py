@@ -97,6 +97,7 @@ class ValidRequest:
             suppressed_token_ids=self.suppressed,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
             priority=self.spec.priority,
+            expected_output_tokens=self.spec.expected_tokens,
             weight=self.spec.weight,
         )
 

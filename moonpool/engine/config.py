@@ -93,8 +93,8 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "auto",
         description="on = weights lie in a file in the cache folder that is mapped: engines of a host that load the "
         "same layers hold them once, and the system drops parts of them where memory is short, and reads them again: "
-        "a model larger than memory runs, slowly; auto = on if another engine of the host has the file open, if the "
-        "engine does not fit into the free memory, or if `moonpool serve` starts several engines; CPUs only",
+        "a model larger than memory runs, slowly; auto = on if another engine of the host has the file open, or if the "
+        "engine does not fit into the free memory; `moonpool serve` sets on where that costs no speed; CPUs only",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",

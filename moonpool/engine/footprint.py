@@ -55,6 +55,8 @@ GRAMMAR_BYTES = 256 << 20
 (`moonpool.base.grammar.LIMITS`)."""
 _MARGIN_BYTES = 128 << 20
 """Part by which grammars may grow until the process is checked again: at least the worst grammar."""
+WHOLE_PROMPT_TOKENS = 4096
+"""Tokens of whole prompts of one length that are computed together, if one prompt is not longer."""
 _TOKENIZER_BYTES = 1280
 """For each token of the vocabulary: of 49,152 tokens 57 MiB stay, and 12 more while the tokenizer is made."""
 
@@ -73,6 +75,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         _recurrent_bytes(model, engine),
         rows * sum(layer.per_layer for layer in model.decoder.every) * 4 * 3,  # tokens' embeddings for each layer
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
+        _whole_prompt_bytes(model, element, longest),
         threads << 20,
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
@@ -137,8 +140,17 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
         splits * _PROCESSORS * _TILE_ROWS * (model.head_dim + 2) * 4,
         _recurrent_bytes(model, engine),
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * _TORCH_COPIES,
+        _whole_prompt_bytes(model, element, longest),
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _DEVICE_SLACK_BYTES
+
+
+def _whole_prompt_bytes(model: ModelConfig, element: int, longest: int) -> int:
+    """Return what whole prompts take that are computed together: states of a layer, and a mask over the longest."""
+    if model.pooling is None or not model.pooling.whole:
+        return 0
+    states = 16 * model.hidden_size + 4 * model.intermediate_size
+    return max(WHOLE_PROMPT_TOKENS, longest) * states * element + 2 * longest * longest * 4
 
 
 def max_sequence_tokens(model: ModelConfig, engine: EngineSpec) -> int:

@@ -107,6 +107,7 @@ class IncomingRequest:
             priority=spec.priority,
             weight=weight,
             transient=spec.transient,
+            expected_tokens=spec.expected_output_tokens,
             token_cost=1 if params.prompt_logprobs is None else SCORED_TOKEN_COST,
         )
         return cls(spec.request_id, tokens, BlockKey(root), sampling, seen, lora)

@@ -115,6 +115,8 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     if model.decoder.other and config.max_loras:
         raise ConfigError("max_loras", f"not for {model.architecture}, which transformers' own code computes")
+    if model.pooling is not None and model.pooling.whole and config.kv_cache_dtype != "auto":
+        raise ConfigError("kv_cache_dtype", f"must be auto: {model.architecture} sees whole prompts and has no KV")
     devices = stage_devices(config.device, stages)
     lends = config.core_share and devices[0].platform.uses_host_cores
     by_memory = devices[0].platform.sized_by_memory

@@ -64,10 +64,9 @@ class StepSampler:
             last = int(batch.last_rows[index])
             output.scores[index] = _score_tokens(self._model, hidden[last + 1 - tokens : last + 1], scored)
         if self._embedded:
-            normed = self._model.normed(hidden[batch.last_rows[self._embedded]]).float()
-            unit = torch.nn.functional.normalize(normed, dim=-1).cpu()
+            pooled = self._model.pooled(hidden, batch, self._embedded).cpu()
             output.embeddings = {
-                index: row.numpy().astype("<f4").tobytes() for index, row in zip(self._embedded, unit, strict=True)
+                index: row.numpy().astype("<f4").tobytes() for index, row in zip(self._embedded, pooled, strict=True)
             }
         return output
 

@@ -54,10 +54,7 @@ class WeightFile:
         Raises:
             OSError: the folder or the file cannot be used, or is another user's.
         """
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.stat().st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "the folder of arranged weights is another user's", str(folder))
-        folder.chmod(0o700)  # whoever may write there decides what the model says
+        _own_folder(folder)
         self._allocated: list[tuple[int, int]] = []
         self._folder, self._path = folder, folder / f"{name}{_SUFFIX}"
         self._whole = self._path.with_suffix(".json")
@@ -163,6 +160,18 @@ class WeightFile:
         return removed
 
 
+def _own_folder(folder: Path) -> None:
+    """Make the folder if need be, for this user alone.
+
+    Raises:
+        OSError: the folder cannot be made, or is another user's.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "the folder of arranged weights is another user's", str(folder))
+    folder.chmod(0o700)  # whoever may write there decides what the model says
+
+
 def in_use(folder: Path, name: str) -> bool:
     """Tell whether a process of this machine has a whole file mapped whose name begins with `name`."""
     for note in folder.glob(f"{name}-*.json"):
@@ -183,9 +192,9 @@ def gives_large_pages(folder: Path) -> bool:
     file system decide; the answer is found out with a small file that is gone afterwards.
 
     Raises:
-        OSError: the folder cannot be used.
+        OSError: the folder cannot be used, or is another user's.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _own_folder(folder)
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
         with mmap.mmap(file.fileno(), _PROBE_BYTES) as memory:

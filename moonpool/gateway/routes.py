@@ -19,6 +19,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.gateway.endpoints import (
     anthropic_messages,
     batches,
+    classify,
     cluster,
     context_caching,
     dashboard,
@@ -71,6 +72,8 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("DELETE", "/v1/conversations/{name}/items/{item}", conversations.delete_item),
     Endpoint("POST", "/v1/embeddings", embeddings.embeddings),
     *(Endpoint("POST", path, scores.scores) for path in ("/score", "/v1/score")),
+    *(Endpoint("POST", path, classify.classify) for path in ("/classify", "/v1/classify")),
+    *(Endpoint("POST", path, classify.pooling) for path in ("/pooling", "/v1/pooling")),
     *(Endpoint("POST", path, scores.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Endpoint("POST", "/v1/messages", anthropic_messages.messages, anthropic_messages.anthropic_error_body),
     Endpoint(

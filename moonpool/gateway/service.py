@@ -38,8 +38,10 @@ from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.embedding_sizes import EmbeddingSizes
 from moonpool.gateway.serving.envelope import AllowedHosts
+from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
+from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
@@ -92,6 +94,7 @@ async def application(
         handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
+        stack.push_async_callback(handlers.next_turns.close)
         handlers = replace(handlers, batches=await stack.enter_async_context(running_batches(config, handlers)))
         app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
         watched = MetricSet().add(RESPONSE_METRICS, responses).add(BODY_METRICS, bodies.memory)
@@ -130,7 +133,7 @@ async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> 
         return
 
     async def waiting() -> int:
-        queue = (await handlers.cluster.state()).queue
+        queue = (await handlers.cluster.state_now()).queue
         return queue.for_limits + queue.for_room
 
     with world.thread_pool(1, "batches") as threads:
@@ -143,7 +146,7 @@ async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> 
         finally:
             running.cancel()
             await runner.close()
-            store.close()
+            threads.submit(store.close).result()  # behind what the database still does
 
 
 def tell_formats(tokenizer: GatewayTokenizer) -> None:
@@ -180,7 +183,7 @@ def state_reader(cluster: ClusterStateCache) -> Callable[[], ClusterState | None
 
     def read() -> ClusterState | None:
         try:
-            return asyncio.run_coroutine_threadsafe(cluster.state(), loop).result(SCRAPE_TIMEOUT_S)
+            return asyncio.run_coroutine_threadsafe(cluster.state_now(), loop).result(SCRAPE_TIMEOUT_S)
         except (MoonpoolError, TimeoutError):
             return None
 
@@ -219,6 +222,8 @@ def gateway_context(
     if keys is None and config.api_keys is not None:
         keys = ApiKeys(config.api_keys)
     request_metrics = GatewayMetrics(metrics, world.monotonic)
+    cluster = ClusterStateCache(client, request_metrics.clock)
+    builder = RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name)
     context = ResponsesContext(
         client=client,
         auth=Authenticator(
@@ -227,9 +232,10 @@ def gateway_context(
             operator_tenants=config.operator_tenants,
             bodies=bodies,
         ),
-        cluster=ClusterStateCache(client, request_metrics.clock),
+        cluster=cluster,
         tokenizer=tokenizer,
-        builder=RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name),
+        builder=builder,
+        next_turns=NextTurns(client, builder, cluster),
         responses=responses,
         pins=ResponsePins(client, config.response_pin_s),
         background=BackgroundResponses(config.max_background_responses, config.request_timeout_s),
@@ -240,6 +246,7 @@ def gateway_context(
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),
+        pooling=pooling_of(config.model),
     )
     metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
     return context

@@ -1165,6 +1165,7 @@ class SequenceSpec(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -1187,6 +1188,8 @@ class SequenceSpec(_message.Message):
     """The tenant's share of an instance that several tenants wait for, relative to others'; 0 = 1."""
     cache_salt: _builtins.str
     """`GenerateRequest.cache_salt`, a part of `chain_root`."""
+    expected_output_tokens: _builtins.int
+    """`GenerateRequest.expected_output_tokens`."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Sampling parameters; `seed` is set, every other unset field has its default."""
@@ -1230,10 +1233,11 @@ class SequenceSpec(_message.Message):
         lora: Global___LoraAdapter | None = ...,
         thinking: Global___ThinkingBudget | None = ...,
         suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        expected_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "expected_output_tokens", b"expected_output_tokens", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

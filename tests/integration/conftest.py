@@ -60,7 +60,7 @@ def reference(checkpoint: Path) -> Reference:
 
 
 def small_plan(checkpoint: Path, folder: Path) -> StackPlan:
-    """A small stack, one instance of each kind."""
+    """A small stack, one instance of each kind. Prompts are computed at prefill, however quick decode would be."""
     return StackPlan(
         model=str(checkpoint),
         data_dir=folder,
@@ -70,7 +70,7 @@ def small_plan(checkpoint: Path, folder: Path) -> StackPlan:
         kv_cache_memory_bytes=16 << 20,
         dram_bytes=16 << 20,
         spans_dir=folder / "spans",
-        extra={"prefill": ["--max-num-batched-tokens", "64"]},
+        extra={"prefill": ["--max-num-batched-tokens", "64"], "conductor": ["--set", "decode_prompt_tokens=0"]},
     )
 
 

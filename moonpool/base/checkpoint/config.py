@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import tokenizers
 from blake3 import blake3
 
+from moonpool.base.checkpoint.pooling import Pooling
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.spec import DecoderSpec, FeedForwardSpec, LayerSpec, RopeSpec
 from moonpool.base.kv.layout import QUANTISED, KVKind, KVLayout, LayerKV
@@ -111,9 +112,11 @@ class AnswerRules:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer: layers, sizes, and what the checkpoint says about answers.
+    """A transformer: layers, sizes, and what the checkpoint says about answers.
 
     `dtype` is the type the weights are declared in. No sequence may be longer than `max_position_embeddings`.
+    `pooling`: what a whole prompt becomes; None: the model answers with text, and an embedding is the last token's
+    state after the last norm.
     """
 
     architecture: str
@@ -127,6 +130,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     default_sampling: DefaultSampling = DefaultSampling()
     answer_rules: AnswerRules = AnswerRules()
+    pooling: Pooling | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model answers with text."""
+        return self.pooling is None or self.pooling.generates
 
     @property
     def num_layers(self) -> int:
@@ -166,7 +175,7 @@ def config_hash(config: ModelConfig) -> bytes:
     fields = _llama_fields(config)
     if fields is None:
         fields = dataclasses.asdict(config)
-        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling", "answer_rules"):
+        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling", "answer_rules", "pooling"):
             del fields[name]
         _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()

@@ -22,6 +22,7 @@ from moonpool.base.checkpoint.config import (
     check_shape,
 )
 from moonpool.base.checkpoint.folder_tokenizer import folder_end_tokens
+from moonpool.base.checkpoint.pooling import decoder_of, folder_pooling
 from moonpool.base.checkpoint.quantised import (
     QUANTISATION_KEYS,
     Formats,
@@ -34,7 +35,7 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import family_of
 from moonpool.base.families.base import ModelFamily
 from moonpool.base.families.fields import JsonFields, read_json
-from moonpool.base.families.other import common_names, other_family
+from moonpool.base.families.other import common_names, other_family, whole_prompt_family, whole_prompt_length
 from moonpool.base.families.rope import longest
 from moonpool.base.sampling_params import MAX_SUPPRESSED_TOKENS
 
@@ -156,9 +157,24 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
     data: Mapping[str, Any] = read_json(folder / "config.json")
-    family = _computed_by(family_of(data.get("architectures"), data.get("model_type")), data, model_impl)
+    pooling = folder_pooling(folder, data)
+    declared: Any = data.get("architectures")
+    if pooling is not None and pooling.whole:
+        if model_impl == "moonpool":
+            raise UnsupportedModel("model_impl", f"no family describes {declared[0]}; auto falls back")
+        family = whole_prompt_family(str(declared[0]), str(data.get("model_type")))
+    else:
+        if pooling is not None and not pooling.generates:
+            declared = [decoder_of(declared[0])]
+            if model_impl == "transformers":
+                raise UnsupportedModel(
+                    "model_impl", f"transformers is for whole decoders, not for {data['architectures']}"
+                )
+        family = _computed_by(family_of(declared, data.get("model_type")), data, model_impl)
     inner = data.get(family.inner_config) if family.inner_config else None
     data = dict(inner if isinstance(inner, Mapping) else data)
+    if pooling is not None and isinstance(data.get("text_config"), Mapping) and not family.inner_config:
+        raise UnsupportedModel("text_config", f"a model with parts beside text is not built for {family.architecture}")
     fields = family.fields(common_names(data) if family.other else data, "config.json")
     if folder_formats(folder) and family.names.inputs_first:
         raise UnsupportedModel("quantization_config", f"not supported for {family.architecture}")
@@ -168,13 +184,16 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         hidden_size=fields.positive("hidden_size"),
         vocab_size=fields.positive("vocab_size"),
         decoder=family.decoder(fields),
-        max_position_embeddings=longest(fields),
+        max_position_embeddings=longest(fields)
+        if pooling is None or not pooling.whole
+        else whole_prompt_length(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_declared_dtype(fields),
         eos_token_ids=_end_tokens(folder, fields, generation),
         bos_token_id=next(iter(_token_ids(generation, "bos_token_id") or _token_ids(fields, "bos_token_id")), None),
         default_sampling=_default_sampling(generation),
         answer_rules=_answer_rules(generation, fields.positive("vocab_size")),
+        pooling=pooling,
     )
     check_shape(config, "config.json")
     return config

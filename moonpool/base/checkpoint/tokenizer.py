@@ -197,6 +197,19 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the tokens of two texts, with the model's tokens around and between them, as cross-encoders take them.
+
+        If the chat template has turns of the roles `query` and `document`, as vLLM's templates for rerankers have,
+        the template writes the prompt. A model whose tokenizer puts nothing between gets one text behind the other.
+        """
+        template = self._templates.default.source if self._templates is not None else ""
+        if all(re.search(f"""['"]{role}['"]""", template) for role in ("query", "document")):
+            turns = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            return self.encode_chat(self.render_chat(turns))
+        (encoding,) = self._backend.encode_batch([(first, second)])
+        return list(encoding.ids)
+
     def is_longer(self, text: str, max_tokens: int) -> bool:
         """Tell whether `text` certainly has more than `max_tokens` tokens.
 

@@ -18,6 +18,7 @@ class EngineRequest:
         priority: among the tenant's own requests; lower goes first.
         weight: the tenant's share, relative to others'.
         transient: no block may be kept: the KV was deleted while the request was on the way.
+        expected_tokens: length that the client expects of each answer; 0 = not told.
         token_cost: a prompt token's cost relative to a usual token: more if log probabilities are wanted.
     """
 
@@ -31,3 +32,4 @@ class EngineRequest:
     weight: float = 1.0
     transient: bool = False
     token_cost: int = 1
+    expected_tokens: int = 0

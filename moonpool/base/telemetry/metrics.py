@@ -78,7 +78,7 @@ class MetricSet:
     def __init__(self) -> None:
         self._readers: dict[str, tuple[Metric[object], Mapping[str, str], Callable[[], float]]] = {}
 
-    def add(self, metrics: Iterable[Metric[S]], source: S, **labels: str) -> MetricSet:
+    def add(self, metrics: Iterable[Metric[S]], source: S, /, **labels: str) -> MetricSet:
         """Add a table of metrics that are read from `source`; return the set.
 
         Args:

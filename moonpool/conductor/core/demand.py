@@ -17,6 +17,7 @@ class Demand:
         decode_tokens: expected from decode, in each of `choices` answers.
         choices: answers that run together.
         needs: sampling options that the instances must have.
+        expected_tokens: that the client expects of each answer; 0 = not told.
     """
 
     prompt_tokens: int
@@ -25,14 +26,19 @@ class Demand:
     decode_tokens: int
     choices: int = 1
     needs: tuple[str, ...] = ()
+    expected_tokens: int = 0
 
 
 class MemoryNeed(NamedTuple):
-    """What a request's memory depends on: tokens now, blocks with the longest answers, number of answers."""
+    """What a request's memory depends on: tokens now, blocks with the longest answers, number of answers.
+
+    `expected`: tokens that the client expects of each answer; 0 = not told.
+    """
 
     tokens: int
     longest: int
     choices: int = 1
+    expected: int = 0
 
 
 def expected_blocks(shape: KVShape, need: MemoryNeed, answer_tokens: int) -> int:
@@ -41,8 +47,10 @@ def expected_blocks(shape: KVShape, need: MemoryNeed, answer_tokens: int) -> int
     Args:
         shape: KV shape.
         need: the request's.
-        answer_tokens: length that the decode instance expects of an answer; 0 = not reported: the longest.
+        answer_tokens: length that the decode instance expects of an answer; 0 = not reported: the longest. What the
+            client expects counts before.
     """
-    if not answer_tokens:
+    expected = need.expected or answer_tokens
+    if not expected:
         return need.longest
-    return min(shape.blocks_for_choices(need.tokens, answer_tokens, need.choices), need.longest)
+    return min(shape.blocks_for_choices(need.tokens, expected, need.choices), need.longest)

@@ -129,7 +129,7 @@ class DecodeLatencyModel:
     def __init__(self, demand: Demand, shape: KVShape) -> None:
         self._prompt_tokens = demand.prompt_tokens
         self._tokens = demand.decode_tokens
-        self._choices = demand.choices
+        self._choices, self._expected = demand.choices, demand.expected_tokens
         self._context_tokens = demand.prompt_tokens * demand.choices
         self._total_blocks = demand.total_blocks
         self._shape = shape
@@ -140,7 +140,7 @@ class DecodeLatencyModel:
         """Blocks that the request is expected to need if answers are expected to have `answer_tokens` tokens."""
         blocks = self._needs.get(answer_tokens)
         if blocks is None:
-            need = MemoryNeed(self._prompt_tokens, self._total_blocks, self._choices)
+            need = MemoryNeed(self._prompt_tokens, self._total_blocks, self._choices, self._expected)
             blocks = expected_blocks(self._shape, need, answer_tokens)
             self._needs[answer_tokens] = blocks
         return blocks

@@ -110,6 +110,7 @@ class RoutingRequest:
         queue_key: position among waiting requests, by arrival at the conductor.
         needs: sampling options that the instances must have.
         session: what is known of the request's session.
+        expected_tokens: of `answer_tokens`, those that the client expects of each answer; 0 = not told.
     """
 
     tokens: int
@@ -127,6 +128,7 @@ class RoutingRequest:
     queue_key: QueueKey = NO_KEY
     needs: tuple[str, ...] = ()
     session: SessionFacts | None = None
+    expected_tokens: int = 0
 
     def to_place(self, demand: Demand) -> PromptToPlace:
         """Return the prompt on arrival at an instance now."""
@@ -146,9 +148,10 @@ class RoutingRequest:
             prompt_tokens=self.tokens,
             prompt_blocks=shape.blocks_for(self.tokens),
             total_blocks=shape.blocks_for_choices(self.tokens, self.answer_tokens, self.choices),
-            decode_tokens=min(self.answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+            decode_tokens=min(self.answer_tokens - 1, self.expected_tokens or EXPECTED_ANSWER_TOKENS),
             choices=self.choices,
             needs=self.needs,
+            expected_tokens=min(self.answer_tokens, self.expected_tokens),
         )
 
 

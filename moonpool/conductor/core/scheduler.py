@@ -430,6 +430,7 @@ class RequestScheduler:
             queue_key=spec.queue_key,
             needs=spec.needs,
             session=None if spec.session is None else self.sessions.facts(spec.tenant, spec.session),
+            expected_tokens=max(spec.expected_tokens - request.tokens, 0),
         )
         try:
             decision = self._cluster.plan(routing)
@@ -620,7 +621,7 @@ class RequestScheduler:
         elif self._wait(now, request, RequestState.WAITING_MEMORY, refusal):
             assert request.waits_since is not None
             demand = decision.demand
-            need = MemoryNeed(demand.prompt_tokens, demand.total_blocks, demand.choices)
+            need = MemoryNeed(demand.prompt_tokens, demand.total_blocks, demand.choices, demand.expected_tokens)
             blocks = decision.decodes[0].blocks if decision.decodes else need.longest
             cost_s = self._cost_s(decision)
             self.memory_queue.add(MemoryWaiter(request.spec.queue_key, need, request.waits_since, cost_s, blocks), now)

@@ -44,12 +44,13 @@ class DecodeConfig(EngineConfig):
     grace_s: float = stated(DecodeSettings, "grace_s")
     log_ttl_s: float = stated(DecodeSettings, "log_ttl_s")
     log_bytes: ByteSize = stated(DecodeSettings, "log_bytes")
-    speculative: Literal["auto", "ngram", "draft", "off"] = Field(
+    speculative: Literal["auto", "ngram", "suffix", "draft", "off"] = Field(
         "auto",
         description=(
             "whether steps check guesses of the next tokens, taken from what followed the same tokens earlier in the "
-            "prompt or answer, or made by --draft-model: auto = where guesses were right often enough to pay; ngram = "
-            "every guess from the text; draft = every guess of the draft model; off = none. Answers are the same"
+            "prompt or answer, or in the tenant's recent answers, or made by --draft-model: auto = where guesses were "
+            "right often enough to pay; ngram = every guess from the text; suffix = also from recent answers; draft = "
+            "every guess of the draft model; off = none. Answers are the same"
         ),
     )
     draft_model: str = Field(
@@ -57,7 +58,19 @@ class DecodeConfig(EngineConfig):
         description="a small model of the same vocabulary that guesses next tokens, given as --model is; on CPUs",
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="guessed tokens of one sequence in a step at most")
+    suffix_decoding_max_cached_tokens: int = Field(
+        1 << 18,
+        ge=0,
+        le=1 << 26,
+        description="with --speculative auto or suffix: tokens of ended answers that are kept to guess from, at most; "
+        "about 40 bytes of memory each; the oldest go first; 0 = none are kept",
+    )
     preempt_every: int = stated(DecodeSettings, "preempt_every")
+
+    @property
+    def recent_tokens(self) -> int:
+        """Tokens of recent answers that are looked in for guesses, at most; 0 = none."""
+        return self.suffix_decoding_max_cached_tokens if self.speculative in ("auto", "suffix") else 0
 
     @property
     def most_step_tokens(self) -> int:

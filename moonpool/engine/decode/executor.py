@@ -10,9 +10,9 @@ from moonpool.base.frozen import frozen
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from moonpool.base.runtime.driver import Driver
-from moonpool.base.scheduling.block_lending import BlocksLent
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks
 from moonpool.base.scheduling.block_manager import MoveSlots
-from moonpool.base.scheduling.kv_deletion import KVDeleted
+from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.base.scheduling.state_machine import CancelIo
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.block_loader import BlockLoader, BlockRead
@@ -68,6 +68,7 @@ from moonpool.engine.decode.live_requests import (
 )
 from moonpool.engine.decode.output import RequestOutput
 from moonpool.engine.decode.output_log import OutputLog
+from moonpool.engine.decode.recent_answers import RecentAnswers
 from moonpool.engine.decode.run_loop import RunLoop
 from moonpool.engine.decode.speculation import DraftPlanner
 from moonpool.engine.instance import ExecutorParts
@@ -89,12 +90,14 @@ class Drafting:
     Attributes:
         always: guesses are checked at any cost.
         ngram: guesses are looked up in prompt and answer.
-        model: a small model that guesses if prompt look-up found no guess; None = no small model.
+        model: a small model that guesses if looking up found no guess; None = no small model.
+        recent_tokens: tokens of recent answers that are looked in, at most; 0 = none.
     """
 
     always: bool = False
     ngram: bool = True
     model: DraftModel | None = None
+    recent_tokens: int = 0
 
 
 NGRAM_DRAFTING = Drafting()
@@ -117,6 +120,7 @@ class DecodeExecutor:
         log: output of ended and parked requests.
         running: gives the engine runs.
         io: moves blocks out of the pool and back.
+        recent: recent answers, for guesses; None = none are kept.
         empty: set while there is no request.
         dead: why no request is accepted any more; "" = requests are accepted.
     """
@@ -139,12 +143,17 @@ class DecodeExecutor:
         self._next = 1
         self._answers: dict[int, ReservationGranted | ReservationRefused] = {}
         self.taken = 0
-        self.pool = PoolCalls(self._order, self._post)
+        self.pool = PoolCalls(self._order_from_pool, self._post)
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = OutputLog(self._live, self._streams)
+        self.recent = RecentAnswers(drafting.recent_tokens, parts.clock) if drafting.recent_tokens else None
         drafts = DraftPlanner(
-            core.settings.draft_tokens, lambda: core.tracker.speeds, always=drafting.always, ngram=drafting.ngram
+            core.settings.draft_tokens,
+            lambda: core.tracker.speeds,
+            always=drafting.always,
+            ngram=drafting.ngram,
+            recent=self.recent,
         )
         self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts, drafting.model)
         self.io = BlockIo(parts, loading, self._post)
@@ -387,6 +396,11 @@ class DecodeExecutor:
         self._driver.ask(event)
         self.notify()
 
+    def _order_from_pool(self, event: DeleteKV | LendBlocks) -> None:
+        if isinstance(event, DeleteKV) and self.recent is not None:
+            self.recent.delete(event.selection, everything=event.everything, ttl_s=dict(event.ttl_s))
+        self._order(event)
+
     def _perform(self, action: Action) -> None:
         match action:
             case StartRun():
@@ -474,7 +488,7 @@ class DecodeExecutor:
         live.transfer.fail("ended")
         live.ending = True
         for sequence in live.sequences:
-            self.running.forget(sequence.id)
+            self.running.forget(sequence)
         if retained:
             self.log.ended(live)
         self._recount()

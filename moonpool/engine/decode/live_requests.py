@@ -17,7 +17,7 @@ from moonpool.engine.decode.core.actions import (
 from moonpool.engine.decode.core.events import Candidates, FirstTokens, ReserveBlocks, SearchRules
 from moonpool.engine.decode.output import AnswerOutput, RequestOutput
 from moonpool.engine.decode.prompt_progress import PromptProgress, prompt_error
-from moonpool.engine.decode.speculation import NgramDrafter
+from moonpool.engine.decode.speculation import LookupDrafter
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -50,7 +50,7 @@ class LiveSequence:
     output: AnswerOutput
     table: tuple[int, ...] = ()
     history: TokenHistory | None = None
-    drafter: NgramDrafter | None = None
+    drafter: LookupDrafter | None = None
     stopped: bool = False
     sent_tokens: int = 0
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from moonpool.base.errors import Unavailable
+from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.latency import decode_step_seconds
 from moonpool.base.scheduling.steps import SampledCandidates, SequenceStep, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import Metric, counter
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine.decode.core.actions import Chunk, StartRun
 from moonpool.engine.decode.core.events import (
@@ -25,7 +27,7 @@ from moonpool.engine.decode.live_requests import (
     LiveRequestTable,
     LiveSequence,
 )
-from moonpool.engine.decode.speculation import DraftingSequence, DraftPlanner
+from moonpool.engine.decode.speculation import DraftingSequence, DraftPlanner, DraftSource, LookupDrafter
 from moonpool.engine.instance import ExecutorParts
 
 log = get_logger(__name__)
@@ -45,6 +47,8 @@ class RunLoop:
 
     Attributes:
         steps: so far.
+        checked: guesses that steps checked, by source.
+        accepted: right ones among them.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class RunLoop:
         self._wake = asyncio.Event()
         self._last_ns = 0
         self.steps = 0
+        self.checked, self.accepted = dict.fromkeys(DraftSource, 0), dict.fromkeys(DraftSource, 0)
 
     def order(self, run: StartRun) -> None:
         """Order the next run."""
@@ -97,7 +102,9 @@ class RunLoop:
         sequences = [self._live.sequences[number] for number in run.batch]
         guesses = self._guesses(run, sequences)
         if any(guesses):
-            await self._check_guesses(run, sequences, guesses)
+            drafters = [sequence.drafter for sequence in sequences]
+            sources = [drafter.source if drafter is not None else DraftSource.TEXT for drafter in drafters]
+            await self._check_guesses(run, sequences, guesses, sources)
             return
         if self._model is not None and run.drafts and await self._draft_by_model(self._model, run, sequences):
             return
@@ -137,10 +144,15 @@ class RunLoop:
         for sequence in sequences:
             most = sequence.room_for_guesses(self._block_size, self._max_tokens)
             if sequence.drafter is None and most > 0:
-                total = sequence.sampling.total_tokens(self._max_tokens)
-                sequence.drafter = self._drafts.drafter(sequence.tokens, total)
+                sequence.drafter = self._drafter(sequence)
             each.append(DraftingSequence(sequence.drafter, len(sequence.tokens), most))
         return self._drafts.plan(each, run.drafts)
+
+    def _drafter(self, sequence: LiveSequence) -> LookupDrafter:
+        total, incoming = sequence.sampling.total_tokens(self._max_tokens), sequence.request.incoming
+        root, tenant, transient = incoming.chain_root, incoming.spec.tenant, incoming.spec.transient
+        first = incoming.sampling.prompt_tokens
+        return self._drafts.drafter(sequence.tokens, total, root, tenant, first, transient=transient)
 
     async def _draft_by_model(self, model: DraftModel, run: StartRun, sequences: list[LiveSequence]) -> bool:
         """Execute a run that checks a small model's guesses; return whether there were any."""
@@ -167,21 +179,26 @@ class RunLoop:
         if not any(guesses):
             return False
         expected_s = most * decode_step_seconds(model.speeds, len(sequences), context)
-        drafts = await self._check_guesses(run, sequences, guesses)
+        drafts = await self._check_guesses(run, sequences, guesses, [DraftSource.MODEL] * len(sequences))
         right = sum(draft.accepted for draft in drafts)
         wrong = sum(draft.accepted < draft.tokens for draft in drafts)
         self._drafts.observe_model(right + wrong, right, seconds, expected_s)
         return True
 
-    def forget(self, number: int) -> None:
-        """Drop what the draft model keeps of a sequence."""
+    def forget(self, sequence: LiveSequence) -> None:
+        """Drop what the draft model keeps of an ended sequence; recent answers keep the answer."""
         if self._model is not None:
-            self._model.forget(number)
+            self._model.forget(sequence.id)
+        if sequence.drafter is not None:
+            sequence.drafter.end()
 
     async def _check_guesses(
-        self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]
+        self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]], sources: list[DraftSource]
     ) -> list[CheckedDraft]:
-        """Execute a run with one step that checks guesses; return how many guesses were right."""
+        """Execute a run with one step that checks guesses; return how many guesses were right.
+
+        `sources`: what made the guesses, for each sequence.
+        """
         began, parts = self._clock(), list[SequenceStep]()
         for sequence, guess in zip(sequences, guesses, strict=True):
             parts += sequence.draft_steps(guess, self._block_size) if guess else [self._next_token(sequence)]
@@ -189,7 +206,12 @@ class RunLoop:
         result = await self._engine.run(step)
         if not result.aborted:
             self._drafts.observe_overhead(self._clock() - began - (result.end_ns - result.start_ns) / 1e9)
-        return self._over(run, sequences, result, guesses)
+        checked = self._over(run, sequences, result, guesses)
+        made_by = {sequence.id: source for sequence, source in zip(sequences, sources, strict=True)}
+        for draft in checked:
+            self.checked[made_by[draft.id]] += draft.tokens
+            self.accepted[made_by[draft.id]] += draft.accepted
+        return checked
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
         """Take steps in which no sequence ended."""
@@ -318,6 +340,29 @@ class RunLoop:
         record_step_span(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
         return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
+
+
+@frozen
+class SourceFigures:
+    """What `SOURCE_METRICS` read."""
+
+    running: RunLoop
+    source: DraftSource
+
+
+SOURCE_METRICS: tuple[Metric[SourceFigures], ...] = (
+    counter(
+        "source_draft_tokens_total",
+        "Guessed tokens that steps checked, by what made the guess: `text` (prompt and answer), `answers` (recent "
+        "answers of the tenant), `model` (the draft model).",
+        lambda figures: figures.running.checked[figures.source],
+    ),
+    counter(
+        "source_accepted_tokens_total",
+        "Guessed tokens that were right, by what made the guess.",
+        lambda figures: figures.running.accepted[figures.source],
+    ),
+)
 
 
 @dataclass(slots=True)

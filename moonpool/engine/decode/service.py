@@ -32,6 +32,8 @@ from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.executor import DecodeExecutor, Drafting
 from moonpool.engine.decode.live_requests import LiveRequest
 from moonpool.engine.decode.receiver import TransferReceiver
+from moonpool.engine.decode.run_loop import SOURCE_METRICS, SourceFigures
+from moonpool.engine.decode.speculation import DraftSource
 from moonpool.engine.instance import EngineRole, ExecutorParts, InstanceContext, StartEngine
 from moonpool.engine.role_service import PoolServicer, RoleService
 from moonpool.engine.setup import EngineSetup, engine_setup
@@ -67,7 +69,10 @@ class DecodeInstance(RoleService):
             context.setup.max_tokens,
             self.loading,
             drafting=Drafting(
-                always=config.speculative in ("ngram", "draft"), ngram=config.speculative != "draft", model=draft_model
+                always=config.speculative not in ("auto", "off"),
+                ngram=config.speculative != "draft",
+                model=draft_model,
+                recent_tokens=config.recent_tokens if self.core.settings.draft_tokens else 0,
             ),
         )
         self.offer(self.executor, self.core.blocks, self.core.lending)
@@ -146,7 +151,10 @@ class DecodeInstance(RoleService):
 
     def gauges(self) -> MetricSet:
         """Return everything the instance reports."""
-        return self.metrics().add(DECODE_METRICS, self)
+        metrics = self.metrics().add(DECODE_METRICS, self)
+        for source in DraftSource:
+            metrics.add(SOURCE_METRICS, SourceFigures(self.executor.running, source), source=source.value)
+        return metrics
 
     @property
     def messages_unsent(self) -> int:
@@ -348,7 +356,7 @@ def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
     why_not = recurrent or emulated
     if config.draft_model and why_not:
         raise ConfigError("draft_model", why_not)
-    if config.speculative in ("ngram", "draft") and why_not:
+    if config.speculative not in ("auto", "off") and why_not:
         raise ConfigError("speculative", why_not)
     return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
 

@@ -1,8 +1,11 @@
 """Speculative decoding: guesses how answers go on, and decides which guesses a step checks.
 
 Prompt look-up: find the answer's last tokens at their last earlier place, in the prompt or in the answer, and guess the
-tokens that followed there. A step checks a guess by computing a row for each guessed token beside the rows of all
-answers. An answer goes on with the guesses that equal the sampled tokens.
+tokens that followed there. Suffix decoding: find them in recent answers of the tenant
+(`moonpool.engine.decode.recent_answers`). Where both find something, the source that is right more often guesses.
+
+A step checks a guess by computing a row for each guessed token beside the rows of all answers. An answer goes on with
+the guesses that equal the sampled tokens.
 
 Guesses are also compared with the tokens that come anyway. So the share of right guesses is known before a step checks
 any guess, and text that does not repeat costs nothing.
@@ -13,17 +16,18 @@ take time before a step checks them, so the small model is asked only if the gue
 
 from array import array
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Self
 
 import numpy as np
 
 from moonpool.base.frozen import frozen
+from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.engine.decode.recent_answers import MOST_MATCHED, RecentAnswer, RecentAnswers, agreeing
 
 GRAM = 3
 """Tokens that must agree before a guess begins."""
-MOST_MATCHED = 32
-"""Agreeing tokens that are counted, at most."""
 MOST_PLACES = 1 << 16
 """Places that are remembered for an answer, at most."""
 READ_SINGLY = 64
@@ -43,6 +47,17 @@ FIRST_MODEL_RATE = 0.7
 """Assumed share of right guesses by a small model, each behind right guesses."""
 FORGOTTEN = 0.98
 """Factor by which a small model's earlier guesses count less after a run without any, so the model is tried again."""
+
+
+class DraftSource(Enum):
+    """Where guesses come from."""
+
+    TEXT = "text"
+    """Prompt and answer."""
+    ANSWERS = "answers"
+    """Recent answers of the tenant."""
+    MODEL = "model"
+    """A small model."""
 
 
 class RightGuesses:
@@ -76,37 +91,103 @@ def _class_of(matched: int) -> int:
     return min(matched.bit_length(), len(FIRST_RATES) - 1)
 
 
-class NgramDrafter:
-    """Guesses an answer's next tokens from the answer's text. Each new token costs the same, however long the text is.
+class FollowedText:
+    """A text that an answer repeats: its next token is the guess for the answer's next one.
+
+    Args:
+        right: share of right guesses, for one answer.
+
+    Attributes:
+        matched: agreeing tokens before the guessed one.
+    """
+
+    def __init__(self, right: RightGuesses) -> None:
+        self._tokens, self._place = array("i"), 0
+        self._right, self.matched = right, 0
+
+    def begin(self, tokens: "array[int]", place: int, matched: int) -> None:
+        """Follow `tokens` from a place on, behind so many agreeing tokens."""
+        self._tokens, self._place, self.matched = tokens, place, matched
+
+    def stop(self) -> None:
+        """Guess nothing until the next beginning."""
+        self.begin(array("i"), 0, 0)
+
+    def compare(self, token: int) -> None:
+        """Take the answer's next token."""
+        if self._place >= len(self._tokens):
+            self.stop()
+            return
+        right = self._tokens[self._place] == token
+        self._right.observe(self.matched, right=right)
+        # Behind a wrong guess the text may go on as if one token had been replaced.
+        self._place, self.matched = self._place + 1, min(self.matched + 1, MOST_MATCHED) if right else 0
+
+    @property
+    def rate(self) -> float:
+        """Expected share of right guesses for the next token; 0 = nothing is guessed."""
+        return self._right.rate(self.matched) if self._place < len(self._tokens) else 0.0
+
+    def guess(self, most: int, *, loops: bool) -> list[tuple[int, float]]:
+        """Up to `most` next tokens, each with the probability that this token and all before are right.
+
+        Args:
+            most: tokens.
+            loops: the text is the answer's own: behind the end come the guesses.
+        """
+        tokens, count, found, likely = self._tokens, len(self._tokens), list[tuple[int, float]](), 1.0
+        for number in range(most if loops and self._place < count else min(most, count - self._place)):
+            place = self._place + number
+            token = tokens[place] if place < count else found[place - count][0]
+            likely *= self._right.rate(self.matched + number)
+            found.append((token, likely))
+        return found
+
+
+class LookupDrafter:
+    """Guesses an answer's next tokens from texts. Each new token costs the same, however long the texts are.
 
     Args:
         tokens: prompt and answer; the answer's owner appends new tokens.
         most_tokens: greatest length of `tokens`.
-        common: share of right guesses over all answers.
+        common: share of right guesses over all answers, from the own text.
+        recent: recent answers, the answer there, and the share of right guesses from there over all answers; None =
+            only the own text guesses.
+
+    Attributes:
+        source: what made the last guesses.
     """
 
-    def __init__(self, tokens: "array[int]", most_tokens: int, common: RightGuesses) -> None:
+    def __init__(
+        self,
+        tokens: "array[int]",
+        most_tokens: int,
+        common: RightGuesses,
+        recent: tuple[RecentAnswers, RecentAnswer, RightGuesses] | None = None,
+    ) -> None:
         self._tokens, self._read = tokens, 0
         self._bits = (min(2 * most_tokens, MOST_PLACES) - 1).bit_length()
         self._places = np.zeros(1 << self._bits, np.int32)
         """By the hash of `GRAM` tokens: the place behind their last occurrence."""
         self._place_at = self._places.data
-        self._source, self._matched = -1, 0
-        """Place of the guessed next token, or -1; and agreeing tokens before."""
-        self._right = RightGuesses(KEPT, common)
+        self._own = FollowedText(RightGuesses(KEPT, common))
+        self._recent, self._other = recent, FollowedText(RightGuesses(KEPT, recent[2] if recent else None))
+        self.source = DraftSource.TEXT
 
     def guess(self, most: int) -> list[tuple[int, float]]:
         """Up to `most` next tokens, each with the probability that this token and all before are right."""
         self._read_new()
-        if self._source < 0:
-            return []
-        tokens, count, found, likely = self._tokens, len(self._tokens), list[tuple[int, float]](), 1.0
-        for number in range(most):
-            place = self._source + number
-            token = tokens[place] if place < count else found[place - count][0]
-            likely *= self._right.rate(self._matched + number)
-            found.append((token, likely))
-        return found
+        if self._other.rate > self._own.rate:
+            self.source = DraftSource.ANSWERS
+            return self._other.guess(most, loops=False)
+        self.source = DraftSource.TEXT
+        return self._own.guess(most, loops=True)
+
+    def end(self) -> None:
+        """The answer has ended: other answers may still repeat it."""
+        if self._recent is not None:
+            recent, answer, _ = self._recent
+            recent.end(answer)
 
     def _read_new(self) -> None:
         """Read the tokens that came since the last call, and compare guesses with them."""
@@ -118,19 +199,23 @@ class NgramDrafter:
 
     def _read_one(self, place: int) -> None:
         tokens = self._tokens
-        if self._source >= 0:
-            right = tokens[self._source] == tokens[place]
-            self._right.observe(self._matched, right=right)
-            # Behind a wrong guess the text may go on as if one token had been replaced.
-            self._source, self._matched = self._source + 1, min(self._matched + 1, MOST_MATCHED) if right else 0
+        self._own.compare(tokens[place])
+        if self._recent is not None:
+            self._find_in_others(*self._recent, place)
         if place + 1 < GRAM:
             return
         at = self._hash(*tokens[place + 1 - GRAM : place + 1])
-        if self._matched < GRAM and (earlier := self._place_at[at]):
-            matched = self._agreeing(earlier, place + 1)
+        if self._own.matched < GRAM and (earlier := self._place_at[at]):
+            matched = agreeing(tokens, earlier, tokens, place + 1)
             if matched >= GRAM:
-                self._source, self._matched = earlier, matched
+                self._own.begin(tokens, earlier, matched)
         self._place_at[at] = place + 1
+
+    def _find_in_others(self, recent: RecentAnswers, answer: RecentAnswer, _: RightGuesses, place: int) -> None:
+        self._other.compare(self._tokens[place])
+        rows = recent.read(answer, place + 1)
+        if (found := recent.find(answer, rows, place + 1, self._other.matched)) is not None:
+            self._other.begin(*found)
 
     def _read_together(self, end: int) -> None:
         """Remember the places up to `end`, without guesses."""
@@ -141,17 +226,13 @@ class NgramDrafter:
             hashes += new[at : at + len(hashes)] * np.uint64(factor)
         rows = (hashes & np.uint64(LOW_BITS)) >> np.uint64(32 - self._bits)
         self._places[rows] = np.arange(first + GRAM, end + 1)
-        self._source, self._matched, self._read = -1, 0, end
+        self._own.stop()
+        self._other.stop()
+        self._read = end
 
     def _hash(self, first: int, second: int, third: int) -> int:
         mixed = first * FACTORS[0] + second * FACTORS[1] + third * FACTORS[2]
         return (mixed & LOW_BITS) >> (32 - self._bits)
-
-    def _agreeing(self, earlier: int, now: int) -> int:
-        """Return tokens before two places that agree, one after the other."""
-        tokens = self._tokens
-        most = min(earlier, MOST_MATCHED)
-        return next((n for n in range(most) if tokens[earlier - 1 - n] != tokens[now - 1 - n]), most)
 
 
 class _ModelGuesses:
@@ -186,7 +267,7 @@ class DraftingSequence:
         most: guesses that the sequence has blocks for, and may take.
     """
 
-    drafter: NgramDrafter | None
+    drafter: LookupDrafter | None
     context: int
     most: int
 
@@ -201,18 +282,36 @@ class DraftPlanner:
         most: most guesses for one sequence.
         always: guesses are checked whatever they cost.
         ngram: guesses are looked up in prompt and answer.
+        recent: guesses are also looked up in recent answers; None = they are not.
         speeds: the engine's.
     """
 
-    def __init__(self, most: int, speeds: Callable[[], Speeds], *, always: bool = False, ngram: bool = True) -> None:
+    def __init__(
+        self,
+        most: int,
+        speeds: Callable[[], Speeds],
+        *,
+        always: bool = False,
+        ngram: bool = True,
+        recent: RecentAnswers | None = None,
+    ) -> None:
         self._most, self._speeds, self._always, self._ngram = most, speeds, always, ngram
+        self._recent, self._common_recent = recent, RightGuesses(KEPT_IN_COMMON)
         self._overhead_s = 0.0
         self._model = _ModelGuesses()
         self._common = RightGuesses(KEPT_IN_COMMON)
 
-    def drafter(self, tokens: "array[int]", most_tokens: int) -> NgramDrafter:
-        """Return a drafter for one answer; see `NgramDrafter`."""
-        return NgramDrafter(tokens, most_tokens, self._common)
+    def drafter(
+        self, tokens: "array[int]", most_tokens: int, root: BlockKey, tenant: str, first: int, *, transient: bool
+    ) -> LookupDrafter:
+        """Return a drafter for one answer; see `LookupDrafter` and `RecentAnswers.add`.
+
+        `transient`: nothing of the answer is kept, so no other answer gives to it, or gets from it.
+        """
+        if self._recent is None or transient:
+            return LookupDrafter(tokens, most_tokens, self._common)
+        answer = self._recent.add(root, tenant, tokens, first)
+        return LookupDrafter(tokens, most_tokens, self._common, (self._recent, answer, self._common_recent))
 
     def observe_overhead(self, seconds: float) -> None:
         """Learn how many seconds a step with guesses takes besides the engine's own seconds."""

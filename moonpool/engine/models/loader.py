@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.errors import ConfigError, UnsupportedModel
-from moonpool.base.families import FAMILIES
 from moonpool.base.families.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -31,6 +30,7 @@ from moonpool.engine.kernels.native import library
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
+from moonpool.engine.models.pooling_head import load_pooling_head, names_in_front
 from moonpool.engine.models.recurrent import RecurrentWeights
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import DENSE_WEIGHTS, KeptWeights, TensorReader
@@ -51,6 +51,7 @@ from moonpool.engine.models.weights import (
     PerLayerWeights,
     WeightNotes,
 )
+from moonpool.engine.models.whole_prompt_stage import load_whole_prompt_stage
 from moonpool.engine.weight_file import WeightFile
 from moonpool.engine.weights.linear import Linear, LinearWeight
 from moonpool.engine.weights.packing import PACKERS, Packer, pack_int8, packed_if_it_fits
@@ -99,20 +100,23 @@ def load_stage(
             "deterministic": deterministic,
             "quantization": kept.quantization in ("file", *PACKERS),
         }
-        return _load_other(Path(path), config, dtype, torch.device(device), refused)
+        stage = _load_other(Path(path), config, dtype, torch.device(device), refused)
+        stage.pooling_head = load_pooling_head(Path(path), config, dtype, torch.device(device))
+        return stage
     decoder = config.decoder
     _check_whole(config, layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
-        reader = TensorReader(
-            Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
-        )
+        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
         first, last = layer_begin == 0, layer_end == config.num_layers
-        config = _as_tied(config, reader)
+        generates = config.generates
+        config = _as_tied(config, reader) if generates else replace(config, tie_word_embeddings=False)
         reader.kept = kept
         if kept.imatrix is not None:
             reader.importance = read_imatrix(kept.imatrix, config)
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
         wanted = [slot for slot in outer if slot.startswith(_outer_slots(first=first, last=last, tied=tied))]
+        if not generates:
+            wanted = [slot for slot in wanted if not slot.startswith("head")]
         for slot in wanted:
             reader.expect(outer[slot])
         every = range(layer_begin, layer_end + (len(decoder.tail) if last else 0))
@@ -133,7 +137,7 @@ def load_stage(
         if tied:
             head, embedding = ends.tied(with_head=last)
         else:
-            head = ends.head() if last else None
+            head = ends.head() if last and generates else None
             embedding = ends.embedding() if first else None
         layers = []
         for index in every:
@@ -143,7 +147,7 @@ def load_stage(
         int8_head = None
         if kept.int8_head and last and head is not None and head.panels is not None:
             int8_head = _int8_head(head.panels, kept, name, arena)
-        return StageModel(
+        stage = StageModel(
             config,
             layer_begin,
             layers[: layer_end - layer_begin],
@@ -157,6 +161,9 @@ def load_stage(
             int8_head=int8_head,
             notes=WeightNotes(arena.finish(reader.changed()), arena.mapped_bytes),
         )
+        if last:
+            stage.pooling_head = load_pooling_head(Path(path), config, dtype, torch.device(device))
+        return stage
 
 
 def _int8_head(panels: ArrangedWeight, kept: KeptWeights, name: str, arena: WeightArena) -> Int8Head | None:
@@ -230,7 +237,8 @@ def _load_other(
     for setting, asked in refused.items():
         if asked:
             raise UnsupportedModel(setting, f"not for {config.architecture}, which transformers' own code computes")
-    return load_transformers_stage(path, config, dtype, device)
+    whole = config.pooling is not None and config.pooling.whole
+    return (load_whole_prompt_stage if whole else load_transformers_stage)(path, config, dtype, device)
 
 
 class _Ends:

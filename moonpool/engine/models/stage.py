@@ -32,6 +32,7 @@ from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_loop import NativeLoop, RunInputs, make_native_run
 from moonpool.engine.models.native_step import NativeLayers, Progress, StepInputs, StepSignals, native_layers
+from moonpool.engine.models.pooling_head import LENGTH_ONE
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
 from moonpool.engine.models.weights import (
@@ -52,10 +53,12 @@ class StageModel:
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
     `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
     "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
-    the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`.
+    the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`. `pooling_head`: what
+    follows on pooled states.
     """
 
     by_layers = True
+    pooling_head = LENGTH_ONE
 
     def __init__(
         self,
@@ -250,7 +253,8 @@ class StageModel:
 
         `out`: an earlier step's logits, whose memory may be used.
         """
-        assert self.head is not None
+        if self.head is None:  # a model that only pools answers every prompt with the first token
+            return torch.zeros(rows.shape[0], self.config.vocab_size, device=self.device)
         logits = self.head(self.normed(rows), deterministic=self.deterministic, wide=True, out=out)
         decoder = self.config.decoder
         if decoder.logits_factor != 1.0:
@@ -259,6 +263,17 @@ class StageModel:
             logits = elementwise(torch.tanh, logits.div_(decoder.logits_soft_cap), deterministic=self.deterministic)
             logits *= decoder.logits_soft_cap
         return logits
+
+    @in_inference_mode
+    def pooled(self, hidden: Tensor, batch: PackedBatch, indices: Sequence[int]) -> Tensor:
+        """Return what the prompts of sequences become, [R, n] in float32; last stage only.
+
+        Args:
+            hidden: states after the last layer [T, hidden].
+            batch: the step.
+            indices: sequences whose last prompt token is in the step.
+        """
+        return self.pooling_head(self.normed(hidden[batch.last_rows[list(indices)]]))
 
     @in_inference_mode
     def native_run(
@@ -284,11 +299,10 @@ class StageModel:
             out: The step before's logits, whose memory may be used.
         """
         whole, ends = self._one_call, self.is_first and self.is_last and self._plain_end
-        if whole is None or not ends or self._factors or not whole.takes(batch.loras):
+        if whole is None or not ends or self.head is None or self._factors or not whole.takes(batch.loras):
             return None
         assert self.final_norm is not None
         assert self.final_norm.weight is not None
-        assert self.head is not None
         assert self.embedding is not None
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
         cos, sin, turns = self._ropes[whole.rope].ahead(batch.positions, steps)

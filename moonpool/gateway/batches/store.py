@@ -136,7 +136,7 @@ class BatchStore:
         return int(self._clock())
 
     def close(self) -> None:
-        """Close the database."""
+        """Close the database; on its thread, behind all other work."""
         self._db.close()
 
     def path(self, file_id: str) -> Path:

@@ -22,13 +22,13 @@ async def state(gateway: GatewayContext, request: Request) -> Response:
         PermissionDenied: the caller is not an operator.
     """
     gateway.auth.require_operator(request)
-    return json_response(asdict(await gateway.cluster.state()), NO_STORE)
+    return json_response(asdict(await gateway.cluster.state_now()), NO_STORE)
 
 
 async def list_requests(gateway: GatewayContext, request: Request) -> Response:
     """The requests that ended last: all of them for an operator, the tenant's own for other callers."""
     is_visible = gateway.auth.visible_tenants(request)
-    last = (await gateway.cluster.state()).recent.last
+    last = (await gateway.cluster.state_now()).recent.last
     return json_response({"requests": [asdict(ended) for ended in last if is_visible(ended.tenant)]}, NO_STORE)
 
 

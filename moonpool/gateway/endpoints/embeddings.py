@@ -13,11 +13,13 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateResult, TokenEvent
+from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import FailFastList, Integer
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.embedding_sizes import cut
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.merged_stream import results_of
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
@@ -56,17 +58,18 @@ class EmbeddingBody(GenerateBody):
         return SamplingParams(max_tokens=max_tokens, temperature=0.0, embedding=True)
 
 
-class EmbeddingsBody(EmbeddingBody):
-    """Body of `/v1/embeddings`."""
+class InputsBody(EmbeddingBody):
+    """A body with inputs, each of which is one prompt."""
+
+    what: ClassVar[str]
+    """What is made of the inputs, for errors."""
 
     input: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Integer | None = None
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
         if self.stream:
-            raise InvalidRequest("stream", "embeddings are not streamed")
+            raise InvalidRequest("stream", f"{self.what} are not streamed")
         inputs = self.inputs()
         if not 1 <= len(inputs) <= MAX_INPUTS:
             raise InvalidRequest("input", f"must be 1 to {MAX_INPUTS} inputs")
@@ -81,19 +84,41 @@ class EmbeddingsBody(EmbeddingBody):
         return list(self.input)  # type: ignore[arg-type]
 
 
+class EmbeddingsBody(InputsBody):
+    """Body of `/v1/embeddings`."""
+
+    what = "embeddings"
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Integer | None = None
+
+
 async def embeddings(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Embed one or more inputs."""
     checked = await gateway.auth.read_body(request, EmbeddingsBody)
-    body, state = checked.body, await gateway.cluster.state()
+    body = checked.body
+    if gateway.classifier is not None:
+        raise InvalidRequest("input", "the served model classifies texts and has no embeddings: see /v1/classify")
     if body.dimensions is not None:
         gateway.embedding_sizes.check(body.dimensions)
-    job = gateway.builder.prepare(checked, state, max_tokens=1)  # engines compute at least one token
+    job = await inputs_job(gateway, checked)
+    as_text = body.encoding_format == "base64"
+    return gateway.generate(job, EmbeddingsFormatter(job.model_name, as_text=as_text, dimensions=body.dimensions))
+
+
+async def inputs_job(gateway: GatewayContext, checked: CheckedRequest[Any]) -> GenerationJob:
+    """A job with a prompt for each input of a body.
+
+    Raises:
+        InvalidRequest: an input is too long.
+    """
+    body: InputsBody = checked.body
+    job = gateway.builder.prepare(checked, await gateway.cluster.state(), max_tokens=1)  # engines compute at least one
     job.prompts = [{"prompt": given} if isinstance(given, str) else {"token_ids": given} for given in body.inputs()]
     job.prompt_field = "input"
     if body.add_special_tokens is False:
         job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=False))
-    as_text = body.encoding_format == "base64"
-    return gateway.generate(job, EmbeddingsFormatter(job.model_name, as_text=as_text, dimensions=body.dimensions))
+    return job
 
 
 class EmbeddingFormatter(ResponseFormatter):

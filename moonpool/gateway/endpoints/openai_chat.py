@@ -12,7 +12,7 @@ from starlette.requests import Request
 from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import TokenLogprobs
-from moonpool.client import GenerateArguments, GenerateResult
+from moonpool.client import GenerateArguments, GenerateResult, Message
 from moonpool.gateway.endpoints.context_caching import (
     CacheReference,
     apply_cache,
@@ -112,7 +112,10 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
         options = replace(options, prompt_token_ids=token_ids if body.return_token_ids else None)
         if body.add_special_tokens:
             job.replace_prompts(token_ids)
-    return gateway.generate(job, ChatFormatter(job.model_name, logprobs, options, parser))
+    formatter = ChatFormatter(job.model_name, logprobs, options, parser)
+    if body.agent_hints.speculative_prefill and "messages" in job.prompts[0] and job.sampling.width == 1:
+        job.on_finished = lambda result: gateway.next_turns.begin(job, formatter.message(result), result)
+    return gateway.generate(job, formatter)
 
 
 class ChatFormatter(OpenAIFormatter):
@@ -144,13 +147,23 @@ class ChatFormatter(OpenAIFormatter):
         self._parser.start(request_id)
 
     def choice_fields(self, text: str, choice: int, finish_reason: str) -> dict[str, Any]:
-        parts = self._parser.parse_full(text, choice, is_cut=finish_reason == "length")
+        return {"message": self._message(self._parser, text, choice, finish_reason)}
+
+    def message(self, result: GenerateResult) -> Message:
+        """The answer as a client sends it back in the next turn."""
+        parser, answer = self._parser.afresh(), result.choices[0]
+        parser.start(result.request_id)
+        message = self._message(parser, answer.text, 0, answer.finish_reason)
+        return ConversationBody.model_validate({"messages": [message]}).to_messages()[0]
+
+    def _message(self, parser: AnswerParser, text: str, choice: int, finish_reason: str) -> dict[str, Any]:
+        parts = parser.parse_full(text, choice, is_cut=finish_reason == "length")
         calls = [tool_call_object(part) for part in parts if isinstance(part, AnswerToolCall)]
         content = "".join(part for part in parts if isinstance(part, str))
         reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
         message = {"role": "assistant", "content": (content or None) if calls or reasoning else content}
         message |= {"reasoning_content": reasoning} if reasoning else {}
-        return {"message": {**message, "tool_calls": calls} if calls else message}
+        return {**message, "tool_calls": calls} if calls else message
 
     def usage(self, result: GenerateResult) -> dict[str, Any]:
         details = {"reasoning_tokens": self._parser.reasoning_tokens(result.choices)}

@@ -1,6 +1,7 @@
-"""VLLM's `/score` and Jina's and Cohere's `/rerank`: how near texts are, by the cosine of their embeddings.
+"""VLLM's `/score` and Jina's and Cohere's `/rerank`: how well pairs of texts belong together.
 
-vLLM scores this way with models without a score head, and every model served here is such a model.
+A model with one value for a text (a reranker, a reward model) scores each pair as one prompt. Of every other model the
+score is the cosine of the two texts' embeddings, as in vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 
 from moonpool.base import world
+from moonpool.base.checkpoint.pooling import ScoreActivation
 from moonpool.base.errors import InvalidRequest
 from moonpool.client import GenerateResult
 from moonpool.gateway.endpoints.embeddings import MAX_INPUTS, EmbeddingBody, EmbeddingFormatter
@@ -20,6 +22,7 @@ from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList, Integer, TextOr
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.label_scores import label_scores
 from moonpool.gateway.serving.merged_stream import results_of
 
 Texts = str | FailFastList[str]
@@ -30,12 +33,21 @@ class TextsBody(EmbeddingBody):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"instruction": (), "items": ()}
 
+    second: ClassVar[str]
+    """The field with the texts on the second side, for errors."""
+
+    use_activation: bool | None = None
+
     def texts(self) -> list[str]:
         """The texts.
 
         Raises:
             InvalidRequest: a text is missing or empty, or there are too many; names the field.
         """
+        raise NotImplementedError
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The pairs that are scored, as places in `texts`."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -47,6 +59,8 @@ class TextsBody(EmbeddingBody):
 
 class ScoreBody(TextsBody):
     """Body for `/score`: two texts or lists of texts, under one of vLLM's name pairs."""
+
+    second = "text_2"
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -75,6 +89,10 @@ class ScoreBody(TextsBody):
         first, second = self.sides()
         return [*first, *second]
 
+    def pairs(self) -> list[tuple[int, int]]:
+        first, second = self.sides()
+        return [(index % len(first), len(first) + index) for index in range(len(second))]
+
 
 class DocumentBody(Body):
     """A document as an object."""
@@ -86,6 +104,7 @@ class RerankBody(TextsBody):
     """Body of `/rerank`."""
 
     ignored = ("max_chunks_per_doc", "rank_fields")
+    second = "documents"
 
     query: str
     documents: FailFastList[TextOr[DocumentBody]]
@@ -101,6 +120,9 @@ class RerankBody(TextsBody):
         documents = [document if isinstance(document, str) else document.text for document in self.documents]
         return [*_listed("query", self.query), *_listed("documents", documents)]
 
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(0, 1 + index) for index in range(len(self.documents))]
+
 
 def _listed(name: str, given: str | list[str] | None) -> list[str]:
     texts = [given] if isinstance(given, str) else given
@@ -111,32 +133,61 @@ def _listed(name: str, given: str | list[str] | None) -> list[str]:
 
 async def scores(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Score pairs of texts."""
-    checked = await gateway.auth.read_body(request, ScoreBody)
-    first, _ = checked.body.sides()
-    return await _answered(gateway, checked, lambda model: ScoreFormatter(model, len(first)))
+    return await _answered(gateway, await gateway.auth.read_body(request, ScoreBody), ScoreFormatter)
 
 
 async def rerank(gateway: GatewayContext, request: Request) -> GenerationResponse:
-    """Order documents by how near they are to a query."""
-    checked = await gateway.auth.read_body(request, RerankBody)
-    return await _answered(gateway, checked, lambda model: RerankFormatter(model, checked.body))
+    """Order documents by how well they fit a query."""
+    return await _answered(gateway, await gateway.auth.read_body(request, RerankBody), RerankFormatter)
 
 
 async def _answered(
-    gateway: GatewayContext, checked: CheckedRequest[Any], formatter: Callable[[str], EmbeddingFormatter]
+    gateway: GatewayContext, checked: CheckedRequest[Any], formatter: type[PairsFormatter]
 ) -> GenerationResponse:
-    """Embed the texts of a body; `formatter` takes the model's name."""
-    job = gateway.builder.prepare(checked, await gateway.cluster.state(), max_tokens=1)
-    job.prompts = [{"prompt": text} for text in checked.body.texts()]
-    return gateway.generate(job, formatter(job.model_name))
+    """Score the pairs of a body: each pair by a model with one value, else by the embeddings of the texts.
+
+    Raises:
+        InvalidRequest: the model has several values for a text, or a text is too long.
+    """
+    body, state = checked.body, await gateway.cluster.state()
+    classifier = gateway.classifier
+    if classifier is not None and len(classifier.labels) > 1:
+        what = f"the served model has {len(classifier.labels)} labels, and scores need a model with one"
+        raise InvalidRequest(body.second, f"{what}: see /v1/classify")
+    if classifier is None and body.use_activation is False:
+        raise InvalidRequest("use_activation", "the scores are cosines of embeddings, which nothing is made of")
+    job = gateway.builder.prepare(checked, state, max_tokens=1)
+    texts, pairs = body.texts(), body.pairs()
+    activation: ScoreActivation = "none"
+    if classifier is None:
+        job.prompts = [{"prompt": text} for text in texts]
+    else:
+        gateway.tokenizer.check_model(state.model)
+        chosen = [(texts[first], texts[second]) for first, second in pairs]
+        job.replace_prompts(await gateway.tokenizer.encode_pairs(body.second, chosen, state.max_tokens))
+        job.prompt_field = body.second
+        activation = classifier.activation if body.use_activation is not False else "none"
+
+    def scored(found: Sequence[Sequence[float]]) -> list[float]:
+        if classifier is not None:
+            return [label_scores(values, activation)[0] for values in found]
+        return [cosine(found[first], found[second]) for first, second in pairs]
+
+    return gateway.generate(job, formatter(job.model_name, body, scored))
 
 
-class ComparingFormatter(EmbeddingFormatter):
-    """Writes a response from the embeddings of texts that are compared."""
+class PairsFormatter(EmbeddingFormatter):
+    """Writes a response from the scores of pairs."""
 
-    def __init__(self, model: str) -> None:
-        """`model` is the name in the response."""
-        self._model = model
+    def __init__(self, model: str, body: Any, scored: Callable[[Sequence[Sequence[float]]], list[float]]) -> None:
+        """Write scores.
+
+        Args:
+            model: the name in the response.
+            body: the request's body.
+            scored: makes the pairs' scores of what the engines say of each prompt.
+        """
+        self._model, self._body, self._scored = model, body, scored
         self._request_id = ""
 
     def start(self, request_id: str, *, emulated: bool) -> None:
@@ -144,46 +195,31 @@ class ComparingFormatter(EmbeddingFormatter):
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
         tokens = result.usage.prompt_tokens
-        compared = self.compared([embedded.embedding for embedded in results_of(result)])
-        return {"model": self._model, **compared, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        found = self.written(self._scored([pooled.embedding for pooled in results_of(result)]))
+        return {"model": self._model, **found, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
-    def compared(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """What the response says of the texts with these embeddings."""
+    def written(self, scores: Sequence[float]) -> dict[str, Any]:
+        """What the response says of the scores, one for each pair."""
         raise NotImplementedError
 
 
-class ScoreFormatter(ComparingFormatter):
+class ScoreFormatter(PairsFormatter):
     """Writes the scores of pairs."""
 
-    def __init__(self, model: str, num_first: int) -> None:
-        """`num_first`: how many of the texts are on the first side."""
-        super().__init__(model)
-        self._num_first = num_first
-
-    def compared(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
-        first, second = embeddings[: self._num_first], embeddings[self._num_first :]
-        data = [
-            {"index": index, "object": "score", "score": cosine(first[index % len(first)], embedding)}
-            for index, embedding in enumerate(second)
-        ]
+    def written(self, scores: Sequence[float]) -> dict[str, Any]:
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         head = {"id": f"score-{self._request_id}", "object": "list", "created": int(world.unix_time())}
         return {**head, "data": data}
 
 
-class RerankFormatter(ComparingFormatter):
+class RerankFormatter(PairsFormatter):
     """Writes documents in the order of their scores."""
 
-    def __init__(self, model: str, body: RerankBody) -> None:
-        """`body` has the documents."""
-        super().__init__(model)
-        self._body = body
-
-    def compared(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
-        query, *documents = embeddings
+    def written(self, scores: Sequence[float]) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
-        for index, (text, document) in enumerate(zip(self._body.texts()[1:], documents, strict=True)):
+        for index, (text, score) in enumerate(zip(self._body.texts()[1:], scores, strict=True)):
             shown = {} if self._body.return_documents is False else {"document": {"text": text}}
-            found.append({"index": index, **shown, "relevance_score": cosine(query, document)})
+            found.append({"index": index, **shown, "relevance_score": score})
         found.sort(key=lambda row: -row["relevance_score"])
         return {"id": f"rerank-{self._request_id}", "results": found[: self._body.top_n or None]}
 

@@ -16,7 +16,7 @@ from moonpool.gateway.serving.json_response import json_response
 
 async def health(gateway: GatewayContext, request: Request) -> Response:
     """200 if requests can be served, else 503."""
-    state = await gateway.cluster.state()
+    state = await gateway.cluster.state_now()
     if not state.ready:
         raise Unavailable("no prefill or no decode instance is there")
     return json_response({"status": "ok", "model": gateway.shown_name(state)})

@@ -84,6 +84,10 @@ class AnswerParser:
         self._num_calls: dict[int, int] = {}  # calls that have started, by choice
         self._dropping: dict[int, bool] = {}  # the current call is one too many, by choice
 
+    def afresh(self) -> AnswerParser:
+        """A parser for the same answers that has read nothing."""
+        return AnswerParser(self._reading)
+
     def start(self, request_id: str) -> None:
         """Take the request's id, which the ids of the calls are derived from."""
         self._request_id = request_id

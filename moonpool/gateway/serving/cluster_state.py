@@ -1,4 +1,4 @@
-"""A cached view of the cluster: at most one conductor query a second."""
+"""A cached view of the cluster: at most one conductor query a second, for which requests do not wait."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from moonpool.client import AsyncClient, ClusterState
 
 MAX_AGE_S = 1.0
 QUERY_TIMEOUT_S = 5.0
+LATE_S = 0.2
+"""Seconds that a request waits for a newer state than the one that is known."""
+STALE_S = 60.0
+"""Age up to which a state serves requests while the conductor does not answer a new query: model and limits rarely
+change, and a request asks the conductor itself."""
 
 
 class ClusterStateCache:
@@ -19,40 +24,68 @@ class ClusterStateCache:
         """`clock` returns seconds."""
         self._client = client
         self._clock = clock
-        self._lock = asyncio.Lock()
-        self._last_answer: ClusterState | MoonpoolError | None = None
+        self._last: ClusterState | None = None
         self._answered_at = 0.0
+        self._query: asyncio.Task[ClusterState] | None = None
 
     async def state(self) -> ClusterState:
-        """The cluster, at most `MAX_AGE_S` old.
+        """The cluster for a request: mostly `MAX_AGE_S` old at most, `STALE_S` while the conductor is late or lost.
 
         Raises:
             MoonpoolError: the conductor does not answer, or no engine instance has ever joined.
         """
-        arrived = self._clock()
-        async with self._lock:
-            if not self._is_fresh(arrived):
-                self._last_answer = await self._query()
-                self._answered_at = self._clock()
-            answer = self._last_answer
-        if isinstance(answer, MoonpoolError):
-            raise answer.with_traceback(None)
-        if answer is None or not answer.model:
-            raise Unavailable("no prefill and no decode instance has joined")
-        return answer
+        last = self._last
+        if last is None or self._age_s > STALE_S:
+            return await self.state_now()
+        if self._age_s <= MAX_AGE_S:
+            return _with_model(last)
+        query = self._asked()
+        await asyncio.wait([query], timeout=LATE_S)
+        return _with_model(self._last or last)
+
+    async def state_now(self) -> ClusterState:
+        """The cluster, at most `MAX_AGE_S` old, for those who ask how the cluster is.
+
+        Raises:
+            MoonpoolError: as `state`.
+        """
+        if self._last is not None and self._age_s <= MAX_AGE_S:
+            return _with_model(self._last)
+        try:
+            return _with_model(await asyncio.shield(self._asked()))
+        except MoonpoolError as error:
+            raise error.with_traceback(None) from None
 
     def forget(self) -> None:
         """Ask the conductor anew for the next request: something has changed."""
-        self._last_answer = None
+        self._last = self._query = None
 
-    def _is_fresh(self, arrived: float) -> bool:
-        """Whether the last answer serves a request. An error serves only the requests that waited for the query."""
-        if isinstance(self._last_answer, ClusterState):
-            return arrived - self._answered_at <= MAX_AGE_S
-        return self._last_answer is not None and arrived <= self._answered_at
+    @property
+    def _age_s(self) -> float:
+        return self._clock() - self._answered_at
 
-    async def _query(self) -> ClusterState | MoonpoolError:
-        try:
-            return await self._client.cluster_state(timeout_s=QUERY_TIMEOUT_S)
-        except MoonpoolError as error:
-            return error
+    def _asked(self) -> asyncio.Task[ClusterState]:
+        """The query under way, or a new one."""
+        if self._query is None or self._query.done():
+            self._query = asyncio.create_task(self._ask())
+            self._query.add_done_callback(_ignore_error)
+        return self._query
+
+    async def _ask(self) -> ClusterState:
+        own = asyncio.current_task()
+        state = await self._client.cluster_state(timeout_s=QUERY_TIMEOUT_S)
+        if self._query is own:  # else what was asked for has been forgotten meanwhile
+            self._last, self._answered_at = state, self._clock()
+        return state
+
+
+def _ignore_error(query: asyncio.Task[ClusterState]) -> None:
+    """Whoever waits sees the error; nobody may wait."""
+    if not query.cancelled():
+        query.exception()
+
+
+def _with_model(state: ClusterState) -> ClusterState:
+    if not state.model:
+        raise Unavailable("no prefill and no decode instance has joined")
+    return state

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from moonpool.base.checkpoint.pooling import Pooling
 from moonpool.client import AsyncClient, ClusterState
 from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
@@ -15,6 +16,7 @@ from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import GatewayMetrics
+from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
@@ -34,8 +36,10 @@ class GatewayContext:
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
         markdown: renders answers for the page.
+        next_turns: computes what next turns begin with.
         started_at: when the gateway started, in seconds since 1970.
         embedding_sizes: sizes to which embeddings may be cut.
+        pooling: what the served model makes of whole prompts; None: it answers with text.
         served_names: names under which clients know the model; none = the checkpoint's name.
     """
 
@@ -48,9 +52,16 @@ class GatewayContext:
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
     markdown: MarkdownRenderer
+    next_turns: NextTurns
     started_at: int
     served_names: Sequence[str] = ()
     embedding_sizes: EmbeddingSizes = WHOLE
+    pooling: Pooling | None = None
+
+    @property
+    def classifier(self) -> Pooling | None:
+        """What the served model makes of whole prompts, if it classifies them; else None."""
+        return self.pooling if self.pooling is not None and self.pooling.task == "classify" else None
 
     def shown_name(self, state: ClusterState) -> str:
         """The model's name in responses: the first in `served_names`, else the checkpoint's."""

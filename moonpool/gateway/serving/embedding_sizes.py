@@ -46,7 +46,9 @@ class EmbeddingSizes:
             if which == "auto" and not told:
                 return cls()
             sizes = listed if isinstance(listed, list) and which == "auto" else []
-            return cls(load_config(path).hidden_size, tuple(size for size in sizes if type(size) is int))
+            config = load_config(path)
+            size = config.hidden_size if config.pooling is None else config.pooling.size(config.hidden_size)
+            return cls(size, tuple(size for size in sizes if type(size) is int))
         except MoonpoolError:  # whoever reads the weights says what is wrong
             return cls()
 

@@ -16,6 +16,7 @@ from moonpool.gateway.serving.body import Body, Integer
 from moonpool.gateway.serving.thinking import ThinkingLimit
 from moonpool.gateway.serving.tool_set import ToolSet
 
+MOST_TOKENS = (1 << 31) - 1
 _TTL_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -50,6 +51,23 @@ class SessionBody(Body):
         )
 
 
+class AgentHints(Body):
+    """What an agent knows of its request, as Dynamo names it. A wrong hint costs time, and changes no answer."""
+
+    unknown_ignored = True
+
+    osl: Annotated[Integer, Field(ge=1, le=MOST_TOKENS)] | None = None
+    speculative_prefill: bool | None = None
+
+
+class Nvext(Body):
+    """Dynamo's extensions of a request."""
+
+    unknown_ignored = True
+
+    agent_hints: AgentHints | None = None
+
+
 class GenerateBody(Body):
     """A body that asks the model for an answer."""
 
@@ -62,6 +80,7 @@ class GenerateBody(Body):
     expected_output_tokens: Integer | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     session: SessionBody | None = None
+    nvext: Nvext | None = None
 
     _format_field: str = PrivateAttr("")
 
@@ -82,6 +101,11 @@ class GenerateBody(Body):
         """
         turn = (self.session or SessionBody()).to_turn(self.session_name(header), self.keep_s())
         return None if turn == SessionTurn() else turn
+
+    @property
+    def agent_hints(self) -> AgentHints:
+        """What an agent knows of its request."""
+        return (self.nvext and self.nvext.agent_hints) or AgentHints()
 
     def session_name(self, header: str) -> str:
         """Name of the session where `session` has none; "" for none."""

@@ -86,6 +86,7 @@ class GenerationResponse:
         content = self._formatter.full_response(result)
         await self._formatter.keep()
         await reply.send_json(200, to_json_bytes(content))
+        self._job.on_finished(result)
 
     async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
         async with aclosing(self._events(reply, request_metrics)) as events:
@@ -121,6 +122,7 @@ class GenerationResponse:
         last = b"".join(formatter.last_events(result))
         await formatter.keep()
         yield last
+        self._job.on_finished(result)
 
     def _token_stream(self, on_placed: Callable[[], None], *, whole: bool) -> AsyncTokenStream | MergedStream:
         def placed() -> None:

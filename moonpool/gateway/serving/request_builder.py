@@ -13,6 +13,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import (
     ClusterState,
     GenerateArguments,
+    Message,
 )
 from moonpool.gateway.serving.answer_parser import AnswerParser, AnswerReading
 from moonpool.gateway.serving.auth import CheckedRequest
@@ -67,7 +68,7 @@ class RequestBuilder:
             "sampling": self._sampling(body, max_tokens),
             "slo": body.to_slo(),
             "priority": body.priority or 0,
-            "expected_output_tokens": body.expected_output_tokens or 0,
+            "expected_output_tokens": body.expected_output_tokens or body.agent_hints.osl or 0,
             "tenant": checked.caller.tenant,
             "model": model,
             "cache_salt": body.cache_salt or "",
@@ -179,6 +180,15 @@ class RequestBuilder:
             InvalidRequest: a prompt is too long, or the chat template refuses the messages.
         """
         return [await self._encode(job.arguments | prompt, job.state, special=special) for prompt in job.prompts]
+
+    async def chat_token_ids(self, job: GenerationJob, messages: Sequence[Message]) -> Sequence[int]:
+        """Tokens of other messages with the job's tools and options.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+            InvalidRequest: a prompt is too long, or the chat template refuses the messages.
+        """
+        return await self._encode(job.arguments | {"messages": messages}, job.state, special=False)
 
     async def _encode(self, arguments: GenerateArguments, state: ClusterState, *, special: bool) -> Sequence[int]:
         if (token_ids := arguments.get("token_ids")) is not None:

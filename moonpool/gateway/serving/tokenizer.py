@@ -83,6 +83,20 @@ class GatewayTokenizer:
         """
         return await self._run(lambda: self._encode("prompt", text, max_tokens, special=special))
 
+    async def encode_pairs(self, field: str, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[list[int]]:
+        """Tokens of each pair of texts, as cross-encoders take them.
+
+        Raises:
+            InvalidRequest: a text has more than `max_tokens` tokens; names `field`.
+        """
+
+        def run() -> list[list[int]]:
+            for text in {text for pair in pairs for text in pair}:
+                self._check_longer(field, text, max_tokens)
+            return [self._tokenizer.encode_pair(*pair) for pair in pairs]
+
+        return await self._run(run)
+
     async def encode_chat(
         self,
         messages: Sequence[Message],

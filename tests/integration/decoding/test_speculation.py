@@ -1,12 +1,13 @@
 """Speculation through all services: answers are those of plain forward passes, whatever is guessed.
 
 In batches, preempted, cached or not; greedy, drawn with a seed, with penalties and log probabilities. Each guess is
-checked (`ngram`, `draft`), so that many are wrong.
+checked (`ngram`, `suffix`, `draft`), so that many are wrong.
 """
 
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,11 @@ ALPHABET = 12
 NGRAM = ("--speculative", "ngram", "--num-speculative-tokens", "5", "--set", "preempt_every=7")
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft"])
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft"])
 def stack(request: pytest.FixtureRequest, decode_with: DecodeWith, checkpoint: Path) -> CheckedStack:
-    """Guesses from the text, and those of a small model, which is the model itself here."""
-    if request.param == "ngram":
-        return decode_with(*NGRAM)
+    """Guesses from the text, from recent answers, and those of a small model, which is the model itself here."""
+    if request.param != "draft":
+        return decode_with("--speculative", request.param, *NGRAM[2:])
     return decode_with("--speculative", "draft", "--draft-model", str(checkpoint), *NGRAM[2:])
 
 
@@ -78,6 +79,29 @@ def test_drawn_answers_are_those_of_their_seed(stack: CheckedStack, reference: R
     asked = prompts("drawn")
     for result, prompt in zip(ask(stack, asked, how), asked, strict=True):
         assert result.token_ids == reference.drawn(prompt, result.token_ids, how)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recent_answers_guess_for_the_same_prompts(
+    stack: CheckedStack, reference: Reference, temperature: float
+) -> None:
+    """With a seed, the second answers are the first ones; with other seeds, each is the one of its seed."""
+    if "suffix" not in stack.services["decode-0"].arguments:
+        pytest.skip("does not look into recent answers")
+    how = SamplingParams(max_tokens=ANSWER, temperature=temperature, seed=3, ignore_eos=True)
+    asked, source = prompts(f"recent {temperature}"), 'source_accepted_tokens_total{source="answers"}'
+    answers(stack, asked, how)
+    before = stack.gauge("decode-", source)
+    for result, prompt in zip(ask(stack, asked, how), asked, strict=True):
+        if temperature:
+            assert result.token_ids == reference.drawn(prompt, result.token_ids, how)
+        else:
+            reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
+    assert stack.gauge("decode-", source) - before > len(asked) * ANSWER / 2
+    other = replace(how, seed=4)
+    for result, prompt in zip(answers(stack, asked, other), asked, strict=True):
+        if temperature:
+            assert result.token_ids == reference.drawn(prompt, result.token_ids, other)
 
 
 def test_answers_go_on_without_the_small_model(stack: CheckedStack, reference: Reference) -> None:

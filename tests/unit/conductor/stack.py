@@ -12,6 +12,7 @@ from typing import Any
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import DefaultSampling
 from moonpool.base.checkpoint.config import AnswerRules
+from moonpool.base.checkpoint.pooling import Pooling
 from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.server import serving
@@ -144,14 +145,21 @@ def tiny() -> Checkpoint:
 
 @asynccontextmanager
 async def stack(
-    *members: FakeMember, suggested: DefaultSampling | None = None, rules: AnswerRules | None = None, **settings: Any
+    *members: FakeMember,
+    suggested: DefaultSampling | None = None,
+    rules: AnswerRules | None = None,
+    pooling: Pooling | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
+    """A conductor that `members` have joined; its checkpoint has `suggested` sampling, and `pooling`."""
     checkpoint = tiny()
     checkpoint = replace(
         checkpoint,
         config=replace(
-            checkpoint.config, default_sampling=suggested or DefaultSampling(), answer_rules=rules or AnswerRules()
+            checkpoint.config,
+            default_sampling=suggested or DefaultSampling(),
+            answer_rules=rules or AnswerRules(),
+            pooling=pooling,
         ),
     )
     usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0}

@@ -4,6 +4,7 @@ import pytest
 
 from moonpool.base.checkpoint import DefaultSampling
 from moonpool.base.checkpoint.config import AnswerRules
+from moonpool.base.checkpoint.pooling import Pooling
 from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import InvalidRequest, Slo
@@ -83,6 +84,15 @@ async def test_what_a_request_does_not_say_is_what_the_checkpoint_suggests() -> 
         await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
     [neutral] = (sampling_from_proto(request.sequence.sampling) for request in p.requests)
     assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.repetition_penalty) == (1.0, 1.0, 0, 1.0)
+
+
+async def test_a_model_that_classifies_writes_no_answers() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d, pooling=Pooling("classify", "last", labels=("good",))) as s:
+        with pytest.raises(InvalidRequest, match="classifies texts") as caught:
+            await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
+        assert caught.value.field == "sampling.embedding"
+    assert p.requests == []
 
 
 async def test_what_the_checkpoint_says_of_every_answer_holds() -> None:

@@ -175,3 +175,10 @@ def test_whether_files_lie_on_large_pages_is_found_out(tmp_path: Path, monkeypat
     assert gives_large_pages(folder)
     monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 0)
     assert not gives_large_pages(folder)
+
+
+def test_another_users_folder_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `moonpool serve` would choose a file there that engines then refuse."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="another user's"):
+        gives_large_pages(tmp_path)

@@ -22,6 +22,7 @@ from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.responses.store import ResponseStore, StoreLimits
 from moonpool.gateway.routes import make_app
 from moonpool.gateway.service import allowed_hosts, body_reader, gateway_context
+from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.clocks import hurried
@@ -57,7 +58,9 @@ def make_gateway(
     responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
     bodies = body_reader(config, threads)
     context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, threads, keys)
-    return make_app(dataclasses.replace(context, started_at=7), allowed_hosts(config), config.allowed_origins)
+    app = make_app(dataclasses.replace(context, started_at=7), allowed_hosts(config), config.allowed_origins)
+    app.state.next_turns = context.next_turns
+    return app
 
 
 @functools.cache
@@ -86,6 +89,12 @@ class Answers:
         """The value of a metric, "" when it is not there."""
         text = (await self.http.get("/metrics")).text
         return next((found.rpartition(" ")[2] for found in text.splitlines() if found.startswith(f"{line} ")), "")
+
+    @property
+    def next_turns(self) -> NextTurns:
+        """What the gateway computes ahead."""
+        found: NextTurns = self.app.state.next_turns
+        return found
 
     @property
     def asked(self) -> pb.GenerateRequest:

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
-from moonpool.gateway.serving.cluster_state import MAX_AGE_S, ClusterStateCache
+from moonpool.gateway.serving.cluster_state import MAX_AGE_S, STALE_S, ClusterStateCache
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.gateway.test_client_disconnect import Holding
 
@@ -61,6 +61,42 @@ async def test_a_failure_is_for_those_who_waited() -> None:
     now[0] += 0.01
     assert (await cluster.state()).ready
     assert asked.times == 2
+
+
+async def test_requests_go_on_with_the_state_before_while_the_conductor_is_late() -> None:
+    """Who asks how the cluster is waits, and is told that the conductor does not answer."""
+    asked, now = Asked(), [100.0]
+    cluster = ClusterStateCache(AsyncClient(transport=asked), lambda: now[0])
+    asked.go.set()
+    before = await cluster.state()
+    asked.go.clear()
+    now[0] += 2.0
+    assert await cluster.state() is before
+    looking = asyncio.create_task(cluster.state_now())
+    asked.error = Unavailable("gone")
+    asked.go.set()
+    with pytest.raises(Unavailable, match="gone"):
+        await looking
+    assert await cluster.state() is before
+    now[0] += STALE_S
+    with pytest.raises(Unavailable, match="gone"):
+        await cluster.state()
+    asked.error = None
+    assert await cluster.state() is not before
+
+
+async def test_what_was_asked_before_a_change_is_not_kept() -> None:
+    asked, now = Asked(), [100.0]
+    cluster = ClusterStateCache(AsyncClient(transport=asked), lambda: now[0])
+    early = asyncio.create_task(cluster.state())
+    await asked.begun.wait()
+    cluster.forget()
+    late = asyncio.create_task(cluster.state())
+    await asyncio.sleep(0)
+    asked.go.set()
+    await asyncio.gather(early, late)
+    assert asked.times == 2
+    assert await cluster.state() is late.result()
 
 
 async def test_before_the_first_engine() -> None:

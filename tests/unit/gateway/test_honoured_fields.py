@@ -30,6 +30,7 @@ SAMPLING: dict[str, Given] = {
     "slo": ({"ttft_s": 9.0}, {}),
     "priority": (3, {}),
     "expected_output_tokens": (100, {}),
+    "nvext": ({"agent_hints": {"osl": 100}}, {}),
     "cache_salt": ("s", {}),
     "session": ({"id": "s"}, {}),
     "temperature": (0.3, {}),

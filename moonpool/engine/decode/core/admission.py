@@ -49,7 +49,9 @@ class DecodeAdmission:
         starts_at, most = now + event.starts_in_s, event.total_tokens - event.request.tokens
         later = [request.starts_at for request in apart if not request.is_started and request.starts_at > starts_at]
         times = [
-            at for at in thin_out(later, MAX_FORECAST_TIMES) if not self._has_ended(0, most, (at - starts_at) / step_s)
+            at
+            for at in thin_out(later, MAX_FORECAST_TIMES)
+            if not self._has_ended(0, most, (at - starts_at) / step_s, event.request.expected_tokens)
         ]
         return max([self._step_at(at, others, (sequences, context), step_s) for at in (starts_at, *times)])
 
@@ -73,11 +75,12 @@ class DecodeAdmission:
             return at < starts_at
         tokens = self._planner.batch.context_of(request)
         made = max(0, tokens - request.spec.prompt_tokens)
-        return self._has_ended(made, request.total_tokens - tokens, (at - starts_at) / step_s)
+        steps, told = (at - starts_at) / step_s, request.spec.expected_tokens
+        return self._has_ended(made, request.total_tokens - tokens, steps, told)
 
-    def _has_ended(self, made: int, most: int, steps: float) -> bool:
+    def _has_ended(self, made: int, most: int, steps: float, told: int) -> bool:
         """Return whether an answer is expected to end within some steps, with at most `most` further tokens."""
-        return min(most, self._lengths.expected(made, MEDIAN_PERCENTILE) - made) <= steps
+        return min(most, self._lengths.expected(made, MEDIAN_PERCENTILE, told=told) - made) <= steps
 
     def refuse(
         self, event: ReserveBlocks, request: DecodeRequest, tbt_s: float, others: Collection[DecodeRequest]
@@ -108,21 +111,22 @@ class DecodeAdmission:
         planner, now = self._planner, self._state.now
         steps_in = event.starts_in_s / step_s if step_s else 0.0
         spec = event.request
-        growth = self._growth(spec.tokens - spec.prompt_tokens, event.total_tokens - spec.tokens)
+        growth = self._growth(spec.tokens - spec.prompt_tokens, event.total_tokens - spec.tokens, spec.expected_tokens)
         asked = RequestForecast(steps_in, steps_in + growth, spec.width, spec.tokens * spec.width)
         forecasts = [asked]
         for request in others:
             tokens, context = max(map(planner.batch.tokens_of, request.sequences)), planner.batch.context_of(request)
             waits = 0.0 if request.is_started or not step_s else max(0.0, request.starts_at - now) / step_s
-            growth = self._growth(tokens - request.spec.prompt_tokens, request.total_tokens - tokens)
+            made, told = tokens - request.spec.prompt_tokens, request.spec.expected_tokens
+            growth = self._growth(made, request.total_tokens - tokens, told)
             forecasts.append(RequestForecast(waits, waits + growth, request.num_seqs, context))
         worst = max([self._step_s(*size) for size in peak_steps(forecasts, asked)])
         return worst + planner.least_chunk_s
 
-    def _growth(self, made: int, most: int) -> int:
+    def _growth(self, made: int, most: int, told: int) -> int:
         """Return steps that an answer with at most `most` further tokens is expected to be here for."""
         made = max(0, made)
-        return max(0, min(most, self._lengths.expected(made) - made) - 1)
+        return max(0, min(most, self._lengths.expected(made, told=told) - made) - 1)
 
     def _admit(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> tuple[str, str] | None:
         """Promise blocks for the prompt if the blocks expected later fit, too; else says why not."""

@@ -547,7 +547,8 @@ class BatchPlanner:
         have = len(request.blocks) + request.promised
         if have > request.expected_blocks or not request.expected_blocks:
             tokens = max(self.batch.tokens_of(sequence) for sequence in request.sequences)
-            answer = self._lengths.expected(max(0, tokens - request.spec.prompt_tokens))
+            made, told = max(0, tokens - request.spec.prompt_tokens), request.spec.expected_tokens
+            answer = self._lengths.expected(made, told=told)
             total = max(tokens, min(request.total_tokens, request.spec.prompt_tokens + answer))
             needed = most_blocks(self._settings, request.spec.prompt_tokens, total, request.num_seqs)
             request.expected_blocks = max(have, needed)

@@ -32,11 +32,14 @@ class OutputLengths:
         if len(self._recent) > LENGTH_WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
-    def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE) -> int:
+    def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE, *, told: int = 0) -> int:
         """Return length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
 
         Out of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
+        `told`: length that the client expects, which counts until the answer has it; 0 = not told.
         """
+        if told > so_far:
+            return told
         if len(self._sorted) < FEW_LENGTHS:
             return max(self._assumed, 2 * so_far)
         first = bisect_right(self._sorted, so_far)

@@ -135,7 +135,7 @@ def test_spellings_and_defaults(changed: dict[str, Any], expected: dict[str, Any
     ("field", "changed"),
     [
         ("architectures", {"architectures": ["MambaForCausalLM"], "num_attention_heads": ...}),
-        ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
+        ("architectures", {"architectures": ["LlamaForTokenClassification"]}),
         ("architectures", {"architectures": []}),
         ("model_type", {"architectures": ..., "model_type": "mamba"}),
         ("quantization_config.quant_method", {"quantization_config": {"quant_method": "hqq"}}),

@@ -50,6 +50,17 @@ def test_room_for_what_answers_are_expected_to_need_wakes() -> None:
     assert [call.request for call in world.open(CallReserve)] == [1]
 
 
+def test_what_the_client_expects_of_an_answer_counts_before_what_decode_expects() -> None:
+    world = World(decodes=1)
+    world.report("decode-0", 0)
+    for expected in (BLOCK, 10 * BLOCK):
+        world.arrive(prompt=BLOCK, answer=20 * BLOCK, expected=expected)
+        world.end(world.one(CallReserve), NO_ROOM)
+    world.report("decode-0", 2, answer_tokens=4 * BLOCK)
+    assert [call.request for call in world.open(CallReserve)] == [1]
+    assert len(world.core.scheduler.memory_queue) == 1
+
+
 def test_where_seeming_room_was_refused_one_finds_out_for_all() -> None:
     world = waiting(SMALL, SMALL, SMALL, room=20)
     world.report("decode-0", 20)

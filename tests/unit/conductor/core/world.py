@@ -144,11 +144,12 @@ class World:
         priority: int = 0,
         weight: float = 1.0,
         session: SessionTurn | None = None,
+        expected: int = 0,
     ) -> int:
         number = self._new(choices, deferred=deferred)
         whose: dict[str, Any] = {
             "tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "deferred": deferred,
-            "session": session,
+            "session": session, "expected_tokens": expected,
         }  # fmt: skip
         ask = RequestSpec(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)
         self.post(RequestArrived(ask, keys))

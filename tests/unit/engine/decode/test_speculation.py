@@ -17,7 +17,7 @@ from moonpool.engine.decode.speculation import (
     KEPT_IN_COMMON,
     DraftingSequence,
     DraftPlanner,
-    NgramDrafter,
+    LookupDrafter,
     RightGuesses,
 )
 from moonpool.v1 import kv_pb2
@@ -33,12 +33,12 @@ FEW = 2
 FREE, DEAR = Speeds(decode_base_s=1.0), Speeds(decode_base_s=1e-3, decode_per_sequence_s=1.0)
 
 
-def drafter(text: list[int], most_tokens: int = 4096) -> "tuple[NgramDrafter, array[int]]":
+def drafter(text: list[int], most_tokens: int = 4096) -> "tuple[LookupDrafter, array[int]]":
     tokens = array("i", text)
-    return NgramDrafter(tokens, most_tokens, RightGuesses(KEPT_IN_COMMON)), tokens
+    return LookupDrafter(tokens, most_tokens, RightGuesses(KEPT_IN_COMMON)), tokens
 
 
-def guessed(found: NgramDrafter, most: int) -> list[int]:
+def guessed(found: LookupDrafter, most: int) -> list[int]:
     return [token for token, _ in found.guess(most)]
 
 
@@ -95,7 +95,7 @@ def test_how_often_guesses_are_right_is_learnt_without_checking_any() -> None:
     assert likely < first / 2
 
 
-def text_of(found: NgramDrafter, tokens: int) -> DraftingSequence:
+def text_of(found: LookupDrafter, tokens: int) -> DraftingSequence:
     return DraftingSequence(found, tokens, 9)
 
 

@@ -123,10 +123,13 @@ async def test_answers_go_on_between_the_chunks() -> None:
     first, second = prompt(5), prompt(100, 3)
     flags = {**BOTH, "chunked_prefill_size": BLOCK}
     async with decoding(run_steps=4, **flags) as decode, conducting(decode) as conductor:
+        reached, go = decode.engine.hold(after=3)
         await whole(decode, conductor, spec("a", first, max_tokens=60))
-        await conductor.until(lambda: "a" in conductor.tokens)
+        await reached.wait()
         begun = len(decode.engine.steps)
         await whole(decode, conductor, spec("b", second, max_tokens=2))
+        await decode.until(lambda: len(decode.service.core.planner.prompts) == 1)
+        go.set()
         await conductor.until(lambda: conductor.reasons.keys() == {"a", "b"})
         assert conductor.tokens == {"a": continuation(first, 60), "b": continuation(second, 2)}
         steps = decode.engine.steps[begun:]

@@ -80,6 +80,19 @@ def test_expected_lengths() -> None:
     assert lengths.expected(0) == 7
 
 
+def test_what_the_client_expects_counts_until_the_answer_has_it() -> None:
+    lengths = OutputLengths(100)
+    assert [lengths.expected(made, told=30) for made in (0, 29, 30, 99)] == [30, 30, 100, 198]
+
+
+@pytest.mark.parametrize(("told", "admitted"), [(0, 4), (1, 8), (6 * BT, 3)])
+def test_room_is_kept_for_the_answer_that_the_client_expects(told: int, admitted: int) -> None:
+    """24 blocks; prompts of two blocks, whose answers may become twelve blocks long."""
+    world = World(config(24, assumed_answer_tokens=4 * BT))
+    found = [world.reserve(prompt(2 * BT, number), 12 * BT, expected_tokens=told) for number in range(12)]
+    assert sum(number is not None for number in found) == admitted
+
+
 def test_a_prefix_is_shared_and_copied_by_nobody() -> None:
     """Sequences of one prompt refer to its full blocks; each has a last block of its own."""
     world = World(config(12))

@@ -179,6 +179,7 @@ class World:
         reuse: bool = True,
         token_cost: int = 1,
         max_queue_s: float | None = None,
+        expected_tokens: int = 0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -197,6 +198,7 @@ class World:
             priority,
             weight,
             token_cost=token_cost,
+            expected_tokens=expected_tokens,
         )
         asked = spec, total_tokens, slo, conductor, stores, starts_in_s, search, resumable
         prompt_here = {"computes_prompt": whole, "reuse": reuse, "max_queue_s": max_queue_s}
