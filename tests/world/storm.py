@@ -96,6 +96,7 @@ class StormPlan:
         stages: of prefill's engines.
         durability: of the kvstores.
         rerun: whether journals are kept, rerun and read for marks.
+        prompts_at_decode: plain decode instances may compute prompts; else more KV is moved.
     """
 
     seed: int
@@ -107,6 +108,7 @@ class StormPlan:
     stages: int = 1
     durability: str = "process"
     rerun: bool = True
+    prompts_at_decode: bool = True
     both: bool = False
     """No prefill instance: three decode instances compute the prompts."""
 
@@ -124,11 +126,14 @@ class StormPlan:
             stages=drawn.choice((1, 2, 2)),
             durability=drawn.choice(("power", "process")),
             rerun=rerun,
+            prompts_at_decode=drawn.random() < 0.3,
         )
 
     def flags(self) -> dict[str, list[str]]:
         """Flags of the services: pools and tiers are small, so that requests wait and blocks are evicted."""
         flags = self._flags()
+        if not self.prompts_at_decode:
+            flags["conductor"] = ["--set", "decode_prompt_tokens=0"]
         if self.both:
             flags["decode"] += ["--set", "computes_prompts=true"]
         return flags

@@ -15,7 +15,7 @@ BLOCK, BLOCKS, CHAINS, LOSSES = 16, 6, 4, 2
 PREFIX = BLOCKS * BLOCK
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 FLAGS = {
-    "conductor": ["--set", "peers=false"],
+    "conductor": ["--set", "peers=false", "--set", "decode_prompt_tokens=0"],
     "kvstore": ["--ssd-bytes", str(1 << 23)],
     "prefill": ["--block-size", str(BLOCK)],
     "decode": ["--block-size", str(BLOCK)],

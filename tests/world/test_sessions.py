@@ -20,7 +20,7 @@ STORE = "kvstore-0"
 def cluster_of(simulation: Simulation, folder: Path) -> Cluster:
     """A store with memory for four chains, and engines that keep two: the next turn is loaded from the store."""
     flags = {
-        "conductor": ["--set", "peers=false"],
+        "conductor": ["--set", "peers=false", "--set", "decode_prompt_tokens=0"],
         "kvstore": ["--ssd-bytes", str(1 << 23), "--dram-bytes", str(4 * BLOCKS * BLOCK_BYTES)],
         "prefill": ["--block-size", str(BLOCK), "--set", f"blocks={POOL}", "--set", f"write_back_blocks={POOL}"],
         "decode": ["--block-size", str(BLOCK)],

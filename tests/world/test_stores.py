@@ -20,7 +20,14 @@ def cluster_of(simulation: Simulation, folder: Path, replicas: int) -> Cluster:
     """Three stores, and a prefill pool of two chains: whatever comes later is loaded from a store, or computed."""
     pool = str(2 * BLOCKS + 2)
     flags = {
-        "conductor": ["--kvstore-replicas", str(replicas), "--set", "peers=false"],
+        "conductor": [
+            "--kvstore-replicas",
+            str(replicas),
+            "--set",
+            "peers=false",
+            "--set",
+            "decode_prompt_tokens=0",
+        ],
         "kvstore": ["--ssd-bytes", str(1 << 23)],
         "prefill": ["--block-size", str(BLOCK), "--set", f"blocks={pool}", "--set", f"write_back_blocks={pool}"],
         "decode": ["--block-size", str(BLOCK)],

@@ -73,7 +73,9 @@ class DecodeSidePrefill:
         """
         demand, pool = decision.demand, self._decodes
         model = DecodeLatencyModel(demand, shape)
-        allowed = pool.eligible_mask(demand.total_blocks, demand.needs) & ~pool.mask_of(suspects) & ~pool.both_mask
+        # Engines of other makes do what they joined for: one that answers is not asked for whole prompts.
+        own = pool.domain_mask("")
+        allowed = pool.eligible_mask(demand.total_blocks, demand.needs, own) & ~pool.mask_of(suspects) & ~pool.both_mask
         choices: list[DecodeSideChoice] = []
         for slot, blocks in self._candidates(decision, prefixes, allowed).items():
             tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
