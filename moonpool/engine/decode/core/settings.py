@@ -63,7 +63,7 @@ class DecodeSettings(PoolSettings):
     )
     max_num_batched_tokens: int = 512
     num_continuous_decode_steps: int = setting(
-        2,
+        4,
         "with --computes-prompts: steps of answers between two steps that compute prompts beside answers; where a time "
         "between tokens was promised, the promise limits the prompts' part of each step instead",
         ge=0,
