@@ -121,7 +121,7 @@ async def test_beams(flags: dict[str, Any]) -> None:
 async def test_answers_go_on_between_the_chunks() -> None:
     """While an answer runs, each third step has a chunk, of the size that is due beside answers."""
     first, second = prompt(5), prompt(100, 3)
-    flags = {**BOTH, "chunked_prefill_size": BLOCK}
+    flags = {**BOTH, "chunked_prefill_size": BLOCK, "num_continuous_decode_steps": 2}
     async with decoding(run_steps=4, **flags) as decode, conducting(decode) as conductor:
         reached, go = decode.engine.hold(after=3)
         await whole(decode, conductor, spec("a", first, max_tokens=60))
