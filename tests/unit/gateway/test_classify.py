@@ -28,15 +28,19 @@ def folder(path: Path, **changed: Any) -> str:
         "max_position_embeddings": 32, "id2label": {"0": "bad", "1": "good"}, **changed,
     }  # fmt: skip
     path.joinpath("config.json").write_text(json.dumps(config))
-    path.joinpath("tokenizer.json").write_text(words()._backend.to_str())
+    path.joinpath("tokenizer.json").write_text(backend().to_str())
     return str(path)
 
 
+def backend() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.WordLevel(WORDS, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return made
+
+
 def words() -> Tokenizer:
-    backend = tokenizers.Tokenizer(models.WordLevel(WORDS, "[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return Tokenizer(backend)
+    return Tokenizer(backend())
 
 
 def saying(*values: float) -> FakeConductor:
