@@ -105,10 +105,13 @@ def _imported(node: ast.AST, modules: set[str], package: str) -> Iterator[str]:
 def package_graph(graph: Graph, packages: set[str]) -> dict[str, set[str]]:
     """The same between folders.
 
-    A folder and the folders inside are apart, except for the inner folder's own imports.
+    A folder and the folders inside are apart, except for the inner folder's own imports. A program (`__main__`) stands
+    above all folders: nobody imports it.
     """
     folders: dict[str, set[str]] = {}
     for module, targets in graph.items():
+        if module.endswith("__main__"):
+            continue
         own = package_of(module, packages)
         others = {package_of(target, packages) for target in targets} - {own}
         folders.setdefault(own, set()).update(others)

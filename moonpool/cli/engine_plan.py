@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.checkpoint import CheckpointReport, inspect_checkpoint, kv_layout, resolve
+from moonpool.base.checkpoint.weight_file import gives_large_pages
 from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.scheduling.steps import STEP_TOKENS
@@ -20,7 +21,6 @@ from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
-from moonpool.engine.weight_file import gives_large_pages
 
 LEAST_MAPPED_BYTES = 32 << 20
 """Weights of so many bytes are worth a file that engines share, and that later starts find."""

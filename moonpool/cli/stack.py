@@ -323,11 +323,11 @@ class LocalStack:
         for conductor in conductors:
             self._on_ready(conductor)
         self.address = self.addresses[0]
-        waiting = self._spawn_members("kvstore", self.plan.kvstore)
+        waiting = self.spawn_members("kvstore", self.plan.kvstore)
         if self.plan.http_port is not None:
             waiting.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
         for kind, count in self.plan.engine_counts.items():
-            waiting += self._spawn_members(kind, count)
+            waiting += self.spawn_members(kind, count)
         while waiting:
             for service in list(waiting):
                 if service.is_ready(silence_s, WAIT_S / len(waiting)):
@@ -342,7 +342,7 @@ class LocalStack:
     def _real_engines(self) -> bool:
         return not self.plan.engine.startswith(SCHEME)
 
-    def _spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
+    def spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
         name = kind if kind == "kvstore" or self.plan.engines != "one" else ENGINE_NAME
         names = [f"{name}-{number}" for number in range(count)]
         return [self.spawn(kind, name, self.member_arguments(kind, name)) for name in names]

@@ -22,6 +22,7 @@ from moonpool.base.checkpoint import (
 )
 from moonpool.base.checkpoint.named_models import cache_folder
 from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.checkpoint.weight_file import in_use
 from moonpool.base.config import ENGINE_PACKAGES
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.keys import namespace
@@ -37,7 +38,6 @@ from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.request import IncomingRequest
-from moonpool.engine.weight_file import in_use
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WEIGHTS_NAME = 32

@@ -27,8 +27,8 @@ from moonpool.base.telemetry.spans import Recorder
 from moonpool.cli.check import GaugeReading, describe
 from moonpool.conductor import service as conductor
 from moonpool.conductor.config import ConductorConfig
-from moonpool.engine import roles as engines
 from moonpool.engine.emulated.kv import continuation, token_seed
+from moonpool.engine.roles import process as engines
 from moonpool.kvstore import service as kvstore
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.v1 import (

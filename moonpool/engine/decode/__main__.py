@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from moonpool.base.rpc.process import run_main
-from moonpool.engine.roles import DecodeProcessConfig, serve
+from moonpool.engine.roles.process import DecodeProcessConfig, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

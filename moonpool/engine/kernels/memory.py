@@ -1,7 +1,7 @@
 """Memory for weights: on large pages if the system gives them, as every step reads a weight in whole.
 
 Measured, a decode step over 0.5 billion weights takes 1.1 to 1.2 times as long on pages of 4 KiB. Weights that engines
-of a host share, or that are larger than memory, lie in a file that is mapped (`moonpool.engine.weight_file`):
+of a host share, or that are larger than memory, lie in a file that is mapped (`moonpool.base.checkpoint.weight_file`):
 the system holds each page once, drops parts where memory is short, and reads them again.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonpool.engine.weight_file import WeightFile, advise_large_pages
+from moonpool.base.checkpoint.weight_file import WeightFile, advise_large_pages
 
 #: Of x86-64 and AArch64; a chunk begins at a multiple of it.
 LARGE_PAGE = 2 << 20

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
+from moonpool.base.checkpoint.weight_file import WeightFile
 from moonpool.base.errors import ConfigError, UnsupportedModel
 from moonpool.base.families.spec import (
     AttentionSpec,
@@ -52,7 +53,6 @@ from moonpool.engine.models.weights import (
     WeightNotes,
 )
 from moonpool.engine.models.whole_prompt_stage import load_whole_prompt_stage
-from moonpool.engine.weight_file import WeightFile
 from moonpool.engine.weights.linear import Linear, LinearWeight
 from moonpool.engine.weights.packing import PACKERS, Packer, pack_int8, packed_if_it_fits
 

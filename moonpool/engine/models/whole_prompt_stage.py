@@ -104,7 +104,7 @@ class WholePromptStage(StageModel):
     def pooled(self, hidden: Tensor, batch: PackedBatch, indices: Sequence[int]) -> Tensor:
         """See `StageModel.pooled`: the whole prompts are computed here."""
         del hidden
-        prompts = [self._prompt(batch, index) for index in indices]
+        prompts = [self.prompt_tokens(batch, index) for index in indices]
         by_length: dict[int, list[int]] = {}
         for at, prompt in enumerate(prompts):
             by_length.setdefault(prompt.shape[0], []).append(at)
@@ -117,7 +117,7 @@ class WholePromptStage(StageModel):
                 found.update(zip(part, values, strict=True))
         return torch.stack([found[at] for at in range(len(prompts))])
 
-    def _prompt(self, batch: PackedBatch, index: int) -> Tensor:
+    def prompt_tokens(self, batch: PackedBatch, index: int) -> Tensor:
         """Return a sequence's token ids [n] int64, from the pool."""
         assert self._kv is not None
         length = int(batch.context_lens[index])

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from moonpool.base.rpc.process import run_main
-from moonpool.engine.roles import PrefillProcessConfig, serve
+from moonpool.engine.roles.process import PrefillProcessConfig, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonpool.gateway.batches.store import BatchLine
+from moonpool.gateway.batches.store import StoredLine
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
 """Endpoints that a batch may be for; OpenAI's, and Anthropic's messages."""
@@ -41,7 +41,7 @@ class _CheckedLine:
     chain: str
 
 
-def read_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[list[BatchLine], list[LineError]]:
+def read_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[list[StoredLine], list[LineError]]:
     """Return a file's lines in the order in which they run, or what is wrong. Blocking.
 
     Lines run in the order of their prompts, so that those with a common beginning follow each other and a prefix is
@@ -66,7 +66,8 @@ def read_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[list[Bat
         errors.append(LineError(1, "empty_file", "the file has no request"))
     checked.sort(key=lambda line: (line.chain, line.number))
     lines = [
-        BatchLine(place, line.number - 1, line.custom_id, line.begin, line.length) for place, line in enumerate(checked)
+        StoredLine(place, line.number - 1, line.custom_id, line.begin, line.length)
+        for place, line in enumerate(checked)
     ]
     return lines, errors
 

@@ -15,7 +15,7 @@ from moonpool.base.scheduling.fair_share import MOST_PRIORITY
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.gateway.batches.in_process import InProcessClient, InProcessResponse
 from moonpool.gateway.batches.lines import MAX_ERRORS, prompt_chain, read_lines
-from moonpool.gateway.batches.store import BatchLine, BatchStore, StoredBatch
+from moonpool.gateway.batches.store import BatchStore, StoredBatch, StoredLine
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses after which a line is sent again: the cluster is full, or a part of it is not there now."""
@@ -161,7 +161,7 @@ class BatchRunner:
         body = json.dumps({"requests": [line], "within_s": ANNOUNCED_S}).encode()
         await self._client.post("/v1/prefetch", body, batch.tenant)
 
-    async def _run_line(self, batch: StoredBatch, line: BatchLine, request: dict[str, Any]) -> None:
+    async def _run_line(self, batch: StoredBatch, line: StoredLine, request: dict[str, Any]) -> None:
         try:
             body = json.dumps({"priority": MOST_PRIORITY, **request}).encode()
             if batch.body["endpoint"] == "/v1/embeddings":
@@ -211,13 +211,13 @@ def _request(text: bytes) -> dict[str, Any]:
     return body
 
 
-def _answer(line: BatchLine, response: InProcessResponse) -> str:
+def _answer(line: StoredLine, response: InProcessResponse) -> str:
     """A line's answer in OpenAI's form: the response as the endpoint gave it."""
     told = {"status_code": response.status, "request_id": response.request_id, "body": json.loads(response.body)}
     return _result(line, told, None)
 
 
-def _result(line: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
+def _result(line: StoredLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
     result = {
         "id": f"batch_req_{world.random_hex(12)}", "custom_id": line.custom_id, "response": response, "error": error,
     }  # fmt: skip

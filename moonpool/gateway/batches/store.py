@@ -78,7 +78,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLine:
+class StoredLine:
     """A line of a batch, and where it stands in the input file.
 
     Attributes:
@@ -294,7 +294,7 @@ class BatchStore:
 
     # --- lines -------------------------------------------------------------------------------------------------------
 
-    async def put_lines(self, batch_id: str, lines: Sequence[BatchLine]) -> None:
+    async def put_lines(self, batch_id: str, lines: Sequence[StoredLine]) -> None:
         """Note a batch's lines; those of an earlier try are replaced."""
 
         def put() -> None:
@@ -308,7 +308,7 @@ class BatchStore:
 
         await self._run(put)
 
-    async def lines_to_do(self, batch_id: str) -> list[BatchLine]:
+    async def lines_to_do(self, batch_id: str) -> list[StoredLine]:
         """A batch's lines without answer, in the order in which they run."""
         rows = await self._run(
             lambda: self._db.execute(
@@ -317,9 +317,9 @@ class BatchStore:
                 (batch_id,),
             ).fetchall()
         )
-        return [BatchLine(*row) for row in rows]
+        return [StoredLine(*row) for row in rows]
 
-    async def read_line(self, file_id: str, line: BatchLine) -> bytes:
+    async def read_line(self, file_id: str, line: StoredLine) -> bytes:
         """A line's text."""
 
         def read() -> bytes:
@@ -328,7 +328,7 @@ class BatchStore:
 
         return await self._run(read)
 
-    async def answer(self, batch_id: str, line: BatchLine, text: str, *, is_error: bool) -> None:
+    async def answer(self, batch_id: str, line: StoredLine, text: str, *, is_error: bool) -> None:
         """Keep a line's answer, unless there is one."""
         await self._run(
             lambda: self._db.execute(

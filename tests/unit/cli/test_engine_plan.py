@@ -159,7 +159,7 @@ def test_a_stack_of_one_engine_has_no_prefill_instance(plan: StackPlan, monkeypa
         started.clear()
         monkeypatch.setattr(stack, "spawn", lambda kind, name, arguments: started.append((kind, name)))
         for kind, count in stack.plan.engine_counts.items():
-            stack._spawn_members(kind, count)
+            stack.spawn_members(kind, count)
         assert started == wanted
         settings = stack.member_arguments("decode", "x")
         assert (BOTH_ROLES in settings) == (engines == "one")

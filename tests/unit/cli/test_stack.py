@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, memory_share
-from moonpool.engine.roles import DecodeProcessConfig, EngineProcessConfig, PrefillProcessConfig
+from moonpool.engine.roles.process import DecodeProcessConfig, EngineProcessConfig, PrefillProcessConfig
 from tests.unit.cli.fake_services import instead
 
 ROOT = Path(__file__).parents[3]

@@ -30,7 +30,7 @@ from moonpool.engine.instance import EngineRole, Handover, InstanceContext, run_
 from moonpool.engine.loras import InstanceLoras
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.role_engine import RoleEngine
-from moonpool.engine.roles import DecodeProcessConfig, PrefillProcessConfig
+from moonpool.engine.roles.process import DecodeProcessConfig, PrefillProcessConfig
 from moonpool.engine.setup import engine_setup
 from moonpool.engine.start_listener import StartListener
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.engine import weight_file
-from moonpool.engine.weight_file import WeightFile, gives_large_pages, in_use
+from moonpool.base.checkpoint import weight_file
+from moonpool.base.checkpoint.weight_file import WeightFile, gives_large_pages, in_use
 
 
 def write(folder: Path, name: str, nbytes: int = 4096) -> WeightFile:
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_finished_goes(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_written_anew(tmp_path: Path) -> None:
-    program = "import os, sys, pathlib; from moonpool.engine.weight_file import WeightFile\n"
+    program = "import os, sys, pathlib; from moonpool.base.checkpoint.weight_file import WeightFile\n"
     program += "made = WeightFile(pathlib.Path(sys.argv[1]), 'a'); made.allocate(0, 9000); os._exit(1)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert (tmp_path / "a.weights").stat().st_size == 9000
@@ -171,9 +171,9 @@ def test_whether_files_lie_on_large_pages_is_found_out(tmp_path: Path, monkeypat
     folder = tmp_path / "weights"
     gives_large_pages(folder)
     assert files(folder) == []
-    monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 2 << 20)
+    monkeypatch.setattr(weight_file, "large_bytes", lambda address: 2 << 20)
     assert gives_large_pages(folder)
-    monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 0)
+    monkeypatch.setattr(weight_file, "large_bytes", lambda address: 0)
     assert not gives_large_pages(folder)
 
 

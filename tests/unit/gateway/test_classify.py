@@ -98,9 +98,9 @@ async def test_a_template_with_queries_and_documents_writes_the_prompt(tmp_path:
         "{% for turn in messages %}{% if turn.role == 'query' %}[CLS] {{ turn.content }} "
         "{% elif turn.role == 'document' %}[SEP] {{ turn.content }} [SEP] good{% endif %}{% endfor %}"
     )
-    backend = words()._backend
-    backend.add_special_tokens(["[CLS]", "[SEP]"])
-    texts = Tokenizer(backend, {"default": template})
+    made = backend()
+    made.add_special_tokens(["[CLS]", "[SEP]"])
+    texts = Tokenizer(made, {"default": template})
     async with answering(saying(0.0), texts, model=folder(tmp_path, id2label={"0": "LABEL_0"})) as gateway:
         asked = await gateway.http.post("/score", json={"text_1": "east [SEP]", "text_2": "west"})
         assert asked.status_code == 200

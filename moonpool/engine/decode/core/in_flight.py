@@ -20,7 +20,7 @@ class SwapFlight:
 
 
 @frozen
-class WriteBackFlight:
+class BlockWriteFlight:
     """A full block being written to one of the request's kvstores; the request may have ended.
 
     Attributes:
@@ -61,4 +61,4 @@ class PromptLoadFlight:
     tables: tuple[BlockTable, ...]
 
 
-IoInFlight = SwapFlight | WriteBackFlight | ReceiveFlight | PromptLoadFlight
+IoInFlight = SwapFlight | BlockWriteFlight | ReceiveFlight | PromptLoadFlight

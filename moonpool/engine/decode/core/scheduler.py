@@ -43,7 +43,7 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
-from moonpool.engine.decode.core.in_flight import PromptLoadFlight, ReceiveFlight, SwapFlight, WriteBackFlight
+from moonpool.engine.decode.core.in_flight import BlockWriteFlight, PromptLoadFlight, ReceiveFlight, SwapFlight
 from moonpool.engine.decode.core.orphans import OrphanedRequests
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.preemption import PreemptedRequests
@@ -462,7 +462,7 @@ class DecodeScheduler:
     def _io_ended(self, event: IoEnded[IoEnd]) -> None:
         pin = self._state.ios.end(event.io)
         match pin, event.result:
-            case WriteBackFlight(), _:
+            case BlockWriteFlight(), _:
                 self.write_back.written(pin, event.result)
                 return
             case SwapFlight(), SwapEnd() as result:
@@ -489,7 +489,7 @@ class DecodeScheduler:
         ios = [pin for _, pin in self._state.ios]
         owned = [table for request in requests for table in request.tables]
         check_pins(self.blocks, owned, self._state.ios, list(self.lending))
-        copying = [pin.request for pin in ios if not isinstance(pin, WriteBackFlight)]
+        copying = [pin.request for pin in ios if not isinstance(pin, BlockWriteFlight)]
         self.write_back.check_invariants(requests)
         for request in requests:
             request.check_invariants(leased=self._leases.at(request.id) is not None)

@@ -4,7 +4,7 @@ from moonpool.base.kv.keys import BlockKey
 from moonpool.engine.decode.core.actions import StoreBlock
 from moonpool.engine.decode.core.chunks import may_recompute
 from moonpool.engine.decode.core.events import StoreEnd
-from moonpool.engine.decode.core.in_flight import WriteBackFlight
+from moonpool.engine.decode.core.in_flight import BlockWriteFlight
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
 from moonpool.engine.decode.core.state import DecodeState
 
@@ -37,7 +37,7 @@ class BlockWriteBack:
         if sequence.stored[store] == index:
             sequence.stored[store] = index + 1
         table = self._state.writes.hold([block], 0 if windowed else 1)
-        io = self._state.ios.begin(WriteBackFlight(request, sequence, index, store, table))
+        io = self._state.ios.begin(BlockWriteFlight(request, sequence, index, store, table))
         self._state.act(StoreBlock(io, sequence.id, index, block, store, windowed))
 
     def write_window(self, request: DecodeRequest, sequence: RequestSequence) -> None:
@@ -86,7 +86,7 @@ class BlockWriteBack:
             if full == len(sequence.keys):
                 self.write_window(request, sequence)
 
-    def written(self, flight: WriteBackFlight, result: object) -> None:
+    def written(self, flight: BlockWriteFlight, result: object) -> None:
         """Note that a write has ended."""
         self._state.writes.ended(flight.table)
         if not (isinstance(result, StoreEnd) and result.ok):
@@ -97,7 +97,7 @@ class BlockWriteBack:
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Assert that beliefs about stores are possible."""
         self._state.writes.check_invariants(
-            [flight.table for _, flight in self._state.ios if isinstance(flight, WriteBackFlight)]
+            [flight.table for _, flight in self._state.ios if isinstance(flight, BlockWriteFlight)]
         )
         for request in requests:
             for sequence in request.sequences:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moonpool.base.checkpoint.weight_file import WeightFile
 from moonpool.base.native import build
 from moonpool.engine.kernels import memory, reference
 from moonpool.engine.kernels.arranged_weights import ArrangedWeight, arrange_weight
@@ -16,7 +17,6 @@ from moonpool.engine.kernels.choice import DTYPES
 from moonpool.engine.kernels.memory import LARGE_PAGE, WeightArena
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.native.library import Library
-from moonpool.engine.weight_file import WeightFile
 from tests.examples import examples, pairs
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")

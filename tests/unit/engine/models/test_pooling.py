@@ -269,7 +269,7 @@ def test_token_ids_survive_every_element_type(tmp_path: Path) -> None:
         tokens = [69_999, 128, 255, 257, 16_511, 65_537]
         batch = PackedBatch.build([(array("i", tokens).tobytes(), 0, [1])], BLOCK)
         stage.forward(batch.token_ids, batch, torch.full((1, 2, 1, 2, BLOCK, 8), torch.nan, dtype=dtype))
-        assert stage._prompt(batch, 0).tolist() == tokens
+        assert stage.prompt_tokens(batch, 0).tolist() == tokens
 
 
 def test_types_of_tokens() -> None:

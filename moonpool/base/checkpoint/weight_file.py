@@ -203,10 +203,10 @@ def gives_large_pages(folder: Path) -> bool:
             first = ctypes.c_char.from_buffer(memory)
             address = ctypes.addressof(first)
             del first  # else the memory cannot be given back
-            return _large_bytes(address) > 0
+            return large_bytes(address) > 0
 
 
-def _large_bytes(address: int) -> int:
+def large_bytes(address: int) -> int:
     """Return the bytes on large pages of the file that this process has mapped at an address; 0 if not told."""
     found = False
     with contextlib.suppress(OSError, ValueError):

@@ -1,0 +1,1 @@
+"""What an engine process is built from: one role, or either."""
