@@ -110,7 +110,6 @@ BOTH_SOON = (
     "KV is deleted",
     "a prefix is loaded from a store",
     "a prefix is loaded from a peer",
-    "a stream is resumed",
     "log probabilities came over HTTP",
     "a prompt is cached",
     "a turn finds the turn before",
