@@ -8,7 +8,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from moonpool.base.telemetry.logs import get_logger
 from moonpool.gateway.serving.auth import TENANT_SCOPE
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +68,8 @@ class InProcessClient:
             elif message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
 
-        await self.app(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        except Exception:  # a defect of a handler, which the application has answered with 500 before
+            log.exception("a request failed", path=path)
         return InProcessResponse(status, b"".join(parts), request_id)

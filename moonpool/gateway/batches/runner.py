@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -17,8 +18,11 @@ from moonpool.gateway.batches.in_process import InProcessClient, InProcessRespon
 from moonpool.gateway.batches.lines import MAX_ERRORS, prompt_chain, read_lines
 from moonpool.gateway.batches.store import BatchStore, StoredBatch, StoredLine
 
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses after which a line is sent again: the cluster is full, or a part of it is not there now."""
+RETRIED = (408, 409, 425, 429, 502, 503)
+"""Statuses after which a line is sent again until its batch's time is over: the cluster is full, or a part is lost."""
+RETRIED_A_FEW_TIMES = (500, 504)
+"""Statuses after which a line is sent again `MAX_TRIES` times in all: the request itself may be the cause."""
+MAX_TRIES = 4
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LOOK_S = 1.0
 """Seconds between two looks at the cluster while interactive requests wait there."""
@@ -70,13 +74,14 @@ class BatchRunner:
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def cancel(self, batch: StoredBatch) -> StoredBatch:
-        """Cancel a batch; what has an answer keeps it."""
+        """Cancel a batch that is under way; return the batch as it is then. What has an answer keeps it."""
         changed = await self.store.change(batch, "cancelling")
         task = self._tasks.get(batch.id)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-        self.start(changed)
+        if changed.status == "cancelling":  # else the batch was over before
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+            self.start(changed)
         return changed
 
     async def close(self) -> None:
@@ -88,13 +93,15 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def _serve(self, batch: StoredBatch) -> None:
+        """Bring a batch to its end, however often the store or a line fails."""
         for pause in _pauses():
             try:
                 await self._step(batch)
                 return
-            except MoonpoolError as error:  # a full disk, or a database that another program holds
-                log.warning("a batch waits for the store", batch=batch.id, error=str(error))
-                await self._sleep(pause)
+            except Exception as error:  # a full disk, a database that another program holds, or a defect
+                log.warning("a batch goes on later", batch=batch.id, error=repr(error), exc_info=error)
+            await self._sleep(pause)
+            with suppress(MoonpoolError):
                 batch = await self.store.batch(batch.tenant, batch.id)
 
     async def _step(self, batch: StoredBatch) -> None:
@@ -126,26 +133,35 @@ class BatchRunner:
         try:
             async with asyncio.timeout(max(0.0, left_s)), asyncio.TaskGroup() as group:
                 for line in lines:
-                    await self._turn()
-                    request = _request(await self.store.read_line(batch.body["input_file_id"], line))
-                    chain = prompt_chain(request)
-                    if not chain.startswith(before[:SHARED_CHARS]) or not before:
-                        await self._announce(batch, request)
-                    before = chain
-                    group.create_task(self._run_line(batch, line, request))
+                    await self._slots.acquire()
+                    try:
+                        before = await self._prepare(batch, line, before)
+                        running = group.create_task(self._run_line(batch, line))
+                    except BaseException:
+                        self._slots.release()
+                        raise
+                    # Not within the task: one that is cancelled before its first step runs no `finally`.
+                    running.add_done_callback(lambda _: self._slots.release())
         except TimeoutError:
             return False
         return True
 
-    async def _turn(self) -> None:
-        """Wait for a free slot, and while interactive requests wait for a place."""
-        await self._slots.acquire()
-        try:
-            while await self._interactive_waiting():
-                await self._sleep(LOOK_S)
-        except BaseException:
-            self._slots.release()
-            raise
+    async def _prepare(self, batch: StoredBatch, line: StoredLine, before: str) -> str:
+        """Wait while interactive requests wait for a place, and announce a prompt whose beginning is new.
+
+        `before` is the chain of the line before. Returns the line's own.
+        """
+        while await self._interactive_waiting():
+            await self._sleep(LOOK_S)
+        request = await self._request(batch, line)
+        chain = prompt_chain(request)
+        if not before or not chain.startswith(before[:SHARED_CHARS]):
+            await self._announce(batch, request)
+        return chain
+
+    async def _request(self, batch: StoredBatch, line: StoredLine) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(await self.store.read_line(batch.body["input_file_id"], line))["body"]
+        return body
 
     async def _interactive_waiting(self) -> bool:
         try:
@@ -161,20 +177,17 @@ class BatchRunner:
         body = json.dumps({"requests": [line], "within_s": ANNOUNCED_S}).encode()
         await self._client.post("/v1/prefetch", body, batch.tenant)
 
-    async def _run_line(self, batch: StoredBatch, line: StoredLine, request: dict[str, Any]) -> None:
-        try:
-            body = json.dumps({"priority": MOST_PRIORITY, **request}).encode()
-            if batch.body["endpoint"] == "/v1/embeddings":
-                body = json.dumps(request).encode()
-            for pause in _pauses():
-                response = await self._client.post(batch.body["endpoint"], body, batch.tenant)
-                if response.status not in RETRIED:
-                    break
-                await self._sleep(pause)
-            is_error = response.status >= 400
-            await self.store.answer(batch.id, line, _answer(line, response), is_error=is_error)
-        finally:
-            self._slots.release()
+    async def _run_line(self, batch: StoredBatch, line: StoredLine) -> None:
+        endpoint, request = batch.body["endpoint"], await self._request(batch, line)
+        if endpoint != "/v1/embeddings":
+            request = {"priority": MOST_PRIORITY, **request}
+        body = json.dumps(request).encode()
+        for tries, pause in enumerate(_pauses(), 1):
+            response = await self._client.post(endpoint, body, batch.tenant)
+            if response.status not in RETRIED and (response.status not in RETRIED_A_FEW_TIMES or tries >= MAX_TRIES):
+                await self.store.answer(batch.id, line, _answer(line, response), is_error=response.status >= 400)
+                return
+            await self._sleep(pause)
 
     async def _finish(self, batch: StoredBatch) -> None:
         """Write the answers into files, and say how the batch ended."""
@@ -197,18 +210,12 @@ class BatchRunner:
             output_file_id=output.id if output is not None else None,
             error_file_id=errors.id if errors is not None else None,
         )
-        await self.store.drop_lines(batch.id)
 
 
 def _pauses() -> Iterator[float]:
     """Yield pauses that grow, without end; each a random part shorter, so that lines do not come back together."""
     for number in count():
         yield min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(number, 10)) * (1.0 - random.random() / 2)
-
-
-def _request(text: bytes) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(text)["body"]
-    return body
 
 
 def _answer(line: StoredLine, response: InProcessResponse) -> str:

@@ -159,9 +159,16 @@ class BatchStore:
         return await self._run(ask)
 
     async def add_file(self, tenant: str, file: StoredFile) -> None:
-        """Note a file whose bytes are there; they survive a loss of power."""
+        """Note a file whose bytes are there; they survive a loss of power. The bytes go if that fails."""
 
         def add() -> None:
+            try:
+                note()
+            except BaseException:
+                self.path(file.id).unlink(missing_ok=True)
+                raise
+
+        def note() -> None:
             with self.path(file.id).open("rb") as opened:
                 os.fsync(opened.fileno())
             self._db.execute(
@@ -264,16 +271,31 @@ class BatchStore:
         return await self._run(lambda: self._of_status(UNDER_WAY))
 
     async def change(self, batch: StoredBatch, status: Status, **fields: Any) -> StoredBatch:
-        """Give a batch another status, with the time of the change, and other fields."""
-        body = {**batch.body, **fields, "status": status, f"{status}_at": self.now()}
-        changed = StoredBatch(batch.tenant, status, body)
-        await self._run(
-            lambda: self._db.execute(
-                "UPDATE batches SET status = ?, body = ? WHERE tenant = ? AND id = ?",
-                (status, json.dumps(body), batch.tenant, batch.id),
-            )
-        )
-        return changed
+        """Give a batch that is under way another status, with the time of the change, and other fields.
+
+        A batch that is over keeps no answers: they are in its files. Returns the batch as it is then: unchanged if the
+        batch was over before.
+        """
+
+        def change() -> StoredBatch:
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                row = self._db.execute(
+                    "SELECT tenant, status, body FROM batches WHERE tenant = ? AND id = ?", (batch.tenant, batch.id)
+                ).fetchone()
+                now = _batch(row)
+                if now.status not in UNDER_WAY:
+                    return now
+                body = {**batch.body, **fields, "status": status, f"{status}_at": self.now()}
+                self._db.execute(
+                    "UPDATE batches SET status = ?, body = ? WHERE tenant = ? AND id = ?",
+                    (status, json.dumps(body), batch.tenant, batch.id),
+                )
+                if status not in UNDER_WAY:
+                    self._db.execute("UPDATE lines SET answer = '' WHERE batch = ?", (batch.id,))
+                return StoredBatch(batch.tenant, status, body)
+
+        return await self._run(change)
 
     def _of_status(self, statuses: Sequence[Status]) -> list[StoredBatch]:
         marks = ", ".join("?" * len(statuses))
@@ -355,14 +377,6 @@ class BatchStore:
         file = StoredFile(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", num_bytes, self.now())
         await self.add_file(batch.tenant, file)
         return file
-
-    async def drop_lines(self, batch_id: str) -> None:
-        """Forget a batch's answers, which are in its files."""
-
-        def drop() -> None:
-            self._db.execute("UPDATE lines SET answer = '' WHERE batch = ?", (batch_id,))
-
-        await self._run(drop)
 
     async def _run(self, work: Callable[[], T]) -> T:
         try:

@@ -68,10 +68,10 @@ async def cancel_batch(gateway: ResponsesContext, request: Request) -> Response:
         HttpError: the batch is over.
     """
     batch = await _found(gateway, request)
+    if batch.status in UNDER_WAY and batch.status != "cancelling":
+        batch = await batch_runner(gateway).cancel(batch)
     if batch.status not in UNDER_WAY:
         raise HttpError(HTTPStatus.CONFLICT, "batch_over", f"batch {batch.id} is {batch.status}")
-    if batch.status != "cancelling":
-        batch = await batch_runner(gateway).cancel(batch)
     return json_response(_shown(batch))
 
 

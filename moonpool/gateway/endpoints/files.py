@@ -90,10 +90,15 @@ async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
 def _keep(sent: Any, store: BatchStore, file_id: str) -> int:
     """Copy a file that came into the store; return its bytes. Blocking."""
     sent.seek(0)
-    with os.fdopen(os.open(store.path(file_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as kept:
-        while part := sent.read(_COPIED_BYTES):
-            kept.write(part)
-        return kept.tell()
+    path = store.path(file_id)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as kept:
+            while part := sent.read(_COPIED_BYTES):
+                kept.write(part)
+            return kept.tell()
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise Unavailable(f"the file cannot be kept: {error}") from error
 
 
 async def list_files(gateway: ResponsesContext, request: Request) -> Response:

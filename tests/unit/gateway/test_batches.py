@@ -13,13 +13,14 @@ import pytest
 from moonpool.base import world
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
-from moonpool.base.errors import Overloaded
+from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.gateway import service
 from moonpool.gateway.batches import runner as running
 from moonpool.gateway.batches.lines import read_lines
+from moonpool.gateway.batches.store import BatchStore, StoredLine
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import ready, settings
@@ -180,6 +181,52 @@ async def test_a_full_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest
         told = await ended(http, await start(http, await upload(http, jsonl(line("a", "x")))))
         assert told["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
     assert len(fake.requests) == 4
+
+
+async def test_a_line_that_cannot_be_served_is_an_error_after_a_few_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect that a request meets each time holds up no other line, and costs its tries alone."""
+
+    def script(request: pb.GenerateRequest) -> Script:
+        if request.chat.messages[0].content == "x":
+            raise ValueError("a defect")
+        return answer((1,), prompt_tokens=3)
+
+    fake = ready(FakeConductor(script))
+    async with gateway(tmp_path, fake, monkeypatch, batch_concurrency=1) as http:
+        told = await ended(http, await start(http, await upload(http, jsonl(line("a", "x"), line("b", "y")))))
+        assert told["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        [wrong] = await answers(http, told["error_file_id"])
+        assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("a", 500)
+    assert prompts_of(fake.requests).count("x") == running.MAX_TRIES
+
+
+async def test_slots_come_back_from_a_batch_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a line that had not begun, and of a store that failed on the way; a batch that is over stays so."""
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    read_line, failing = BatchStore.read_line, [True, True]
+
+    async def read(store: BatchStore, file_id: str, each: StoredLine) -> bytes:
+        if failing:
+            failing.pop()
+            raise Unavailable("the disk is full")
+        return await read_line(store, file_id, each)
+
+    monkeypatch.setattr(BatchStore, "read_line", read)
+    async with gateway(tmp_path, fake, monkeypatch, batch_concurrency=1) as http:
+        file = await upload(http, jsonl(line("a", "x"), line("b", "y")))
+        told = await ended(http, await start(http, file))
+        assert told["request_counts"]["completed"] == 2
+        assert (await http.post(f"/v1/batches/{told['id']}/cancel")).status_code == 409
+        assert await answers(http, told["output_file_id"])
+        fake.state.queue.for_room = 1
+        waiting = await start(http, file)
+        await ended(http, waiting, ["in_progress"])
+        await http.post(f"/v1/batches/{waiting}/cancel")
+        assert (await ended(http, waiting))["status"] == "cancelled"
+        fake.state.queue.for_room = 0
+        assert (await ended(http, await start(http, file)))["request_counts"]["completed"] == 2
 
 
 async def test_interactive_requests_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
