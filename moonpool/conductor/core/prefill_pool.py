@@ -42,8 +42,8 @@ LONG_PROMPT_END = work_of(512, 16384)
 """The end of a long prompt."""
 BESIDE_ANSWERS_TOKENS = 512
 """Tokens of prompts that an instance in the role both computes in one step with answers; on a CPU less."""
-STEPS_PER_CHUNK = 3
-"""Steps of answers for each such step: the answers' share of the time."""
+STEPS_PER_CHUNK = 5
+"""Steps of answers for each such step, which is one of them (`num_continuous_decode_steps` of decode, and one)."""
 LOAD_BYTES = 1 << 28
 """Bytes of KV by which loads are compared."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cache
@@ -45,10 +46,12 @@ class MarkdownRenderer:
         self._thread = thread
         self._render = render or safe_html
         self._turns: dict[str, asyncio.Lock] = {}
+        self._texts = Counter[str]()  # by tenant, rendered or waiting: the last one takes the lock away
 
     async def html(self, tenant: str, text: str) -> str:
         """Return a text's HTML. A caller that is cancelled while the text waits leaves nothing to be done."""
         turn = self._turns.setdefault(tenant, asyncio.Lock())
+        self._texts[tenant] += 1
         try:
             async with turn:
                 running = self._thread.submit(self._render, text)
@@ -57,8 +60,9 @@ class MarkdownRenderer:
                 finally:
                     running.cancel()  # of no effect once it has begun
         finally:
-            if not turn.locked() and self._turns.get(tenant) is turn:
-                del self._turns[tenant]
+            self._texts[tenant] -= 1
+            if not self._texts[tenant]:
+                del self._texts[tenant], self._turns[tenant]
 
 
 def safe_html(text: str) -> str:

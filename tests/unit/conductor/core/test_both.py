@@ -55,8 +55,8 @@ class TestRoutes:
     def test_answers_beside_the_prompt_take_their_share(self) -> None:
         world = World(both("decode-0"))
         world.report("decode-0", running=2, free_blocks=100, drain_s=0.0)
-        # One chunk, and three steps of 4 s.
-        assert world.plan(64).prefill.ttft_s == 64.0 + 3 * 4.0
+        # One chunk, and five steps of 4 s: its own, and the four that decode does between chunks.
+        assert world.plan(64).prefill.ttft_s == 64.0 + 5 * 4.0
 
     def test_blocks_there_are_a_prefix(self) -> None:
         world = World(both("decode-0"), both("decode-1"))
