@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
@@ -32,6 +33,39 @@ def call_arguments(value: Any) -> dict[str, Any]:
     """
     found = _object(value)
     return found if _is_text(found) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How a chat template takes an assistant's turn with calls.
+
+    Attributes:
+        texts: arguments are JSON as text, not objects.
+        parts: a turn without text has a part without text, not an empty text.
+    """
+
+    texts: bool = False
+    parts: bool = False
+
+    def shaped(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Return a turn whose arguments are objects as the template takes the turn."""
+        if self.texts:
+            calls = [
+                {**call, "function": {**call["function"], "arguments": _json_text(call["function"]["arguments"])}}
+                for call in turn["tool_calls"]
+            ]
+            turn = {**turn, "tool_calls": calls}
+        if self.parts and not turn.get("content"):
+            turn = {**turn, "content": [{"type": "text", "text": ""}]}
+        return turn
+
+
+CALL_SHAPES = (CallShape(), CallShape(texts=True), CallShape(parts=True), CallShape(texts=True, parts=True))
+"""Shapes, of which a template takes the first that it does not refuse."""
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_text(found: dict[str, Any]) -> bool:

@@ -238,6 +238,9 @@ MARKED = (
         "\\",
         "[TOOL_CALLS]",
         '<|"|>',
+        "<escape>",
+        "<end_function_call>",
+        "<|tool_call:end|>",
         "<tool_call|>",
         "</function_calls>",
     ),
@@ -271,7 +274,7 @@ def text_value(name: str, draw: random.Random) -> str:
     return f"see {whole_call(name)} there" if quoted else f"x{text if can_be_told(name, text) else spoken[:0]}"
 
 
-UNESCAPED_QUOTES = ("gemma4",)
+UNESCAPED_QUOTES = ("gemma4", "functiongemma")
 """Families whose texts have one kind of quotes without an escape."""
 
 
@@ -279,7 +282,7 @@ def can_be_told(name: str, text: str) -> bool:
     """Whether a value of a family's form is told from what follows: unbalanced functions are not."""
     if name in ("qwen3_coder", "seed_oss"):
         return "<function=" not in text
-    if name in ("minimax_m2", "deepseek_v32"):
+    if name in ("minimax_m2", "deepseek_v32", "dots"):
         return "<invoke" not in text
     if name == "glm45":
         return "<tool_call>" not in text
@@ -424,6 +427,31 @@ OPEN, SHUT = "<tool_call>", "</tool_call>"
 )
 def test_tags_as_models_write_them(text: str, expected: list[Any]) -> None:
     assert parsed("qwen3_coder", text) == parsed("qwen3_coder", text, list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("functiongemma", "call:weather{days:<escape>2<escape>,exact:<escape>True<escape>,city:<escape>3<escape>}"),
+        ("gemma4", 'call:weather{days:<|"|> 2 <|"|>,exact:<|"|>true<|"|>,city:<|"|>3<|"|>}'),
+        ("pythonic", '[weather(days="2", exact="true", city="3")]'),
+        ("lfm2", """[weather(days='2', exact='True', city="3")]"""),
+    ],
+)
+def test_quoted_numbers_are_numbers_where_the_schema_has_no_texts(name: str, text: str) -> None:
+    begin, end = FORMATS[name].calls.begins[0], FORMATS[name].calls.end
+    written = text if name == "pythonic" else f"{begin}{text}{end}"
+    expected = [("weather", {"days": 2, "exact": True, "city": "3"})]
+    assert read_calls(parsed(name, written)) == read_calls(parsed(name, written, list(written))) == expected
+    other = written.replace("days", "unknown").replace("exact", "tags")
+    assert read_calls(parsed(name, other))[0][1]["unknown"].strip() == "2"
+
+
+def test_an_answer_of_glm_4_begins_with_a_function_that_is_offered() -> None:
+    """And with an object behind the name; anything else is text."""
+    assert parsed("glm4", 'weather\n{"city": "x"}') == [("weather", '{"city": "x"}')]
+    for text in ("weather\nis {fine}", 'unknown\n{"city": "x"}', 'So: weather\n{"city": "x"}', "weather", "weather\n"):
+        assert "".join(parsed("glm4", text)) == "".join(parsed("glm4", text, list(text))) == text
 
 
 def test_gpt_oss_has_channels() -> None:
