@@ -17,7 +17,7 @@ from jinja2 import Template, meta
 
 from moonpool.base.answer_formats import found_format
 from moonpool.base.checkpoint.generic_tools import with_generic_tools
-from moonpool.base.checkpoint.past_calls import CALL_SHAPES, CallShape, past_arguments
+from moonpool.base.checkpoint.past_calls import CALL_SHAPES, CallShape, past_arguments, with_text_of_calls
 from moonpool.base.checkpoint.past_ids import with_names, with_own_ids
 from moonpool.base.checkpoint.past_thinking import names_thinking, with_thinking
 from moonpool.base.checkpoint.template_sandbox import TemplateSandbox, begin_rendering, bounded_text
@@ -181,7 +181,8 @@ class ChatTemplates:
         self._control = control
         self._row = found_format(self.tool_use.source).row
         self._names_thinking = names_thinking(self.tool_use.source)
-        self._shape = _call_shape(self.tool_use) if self.tool_use.takes_tools else CallShape()
+        self._shape, shows_calls = (CallShape(), True) if not self.tool_use.takes_tools else _call_shape(self.tool_use)
+        self._unshown = None if shows_calls else self._row
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -225,11 +226,13 @@ class ChatTemplates:
         for index, call in enumerate(turn.get("tool_calls", ())):
             place = f"{field}.tool_calls.{index}.function.arguments"
             call["function"]["arguments"] = past_arguments(call["function"].get("arguments"), place)
-        if turn.get("tool_calls"):
+        if turn.get("tool_calls") and self._unshown is None:
             turn = self._shape.shaped(turn)
         marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
         if turn.get("role") in _ROLES:  # templates ask for these, which may be tokens
             marked["role"] = turn["role"]
+        if self._unshown is not None:  # the marks of calls are the model's own, what is within them is not
+            marked = with_text_of_calls(marked, marked.get("tool_calls", ()), self._unshown)
         return marked
 
     def _text(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], options: ChatOptions) -> str:
@@ -245,6 +248,7 @@ class ChatTemplates:
         raise errors[0]
 
 
+_PROBED_VALUE = "an argument"
 _PROBED_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -255,18 +259,18 @@ _PROBED_TOOL: dict[str, Any] = {
 }
 
 
-def _call_shape(template: ChatTemplate) -> CallShape:
-    """The first shape of a turn with calls that a template does not refuse."""
-    call = {"id": "abcDEF123", "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
+def _call_shape(template: ChatTemplate) -> tuple[CallShape, bool]:
+    """The first shape of a turn with calls that a template does not refuse, and whether the template shows the call."""
+    call = {"id": "abcDEF123", "type": "function", "function": {"name": "probe", "arguments": {"key": _PROBED_VALUE}}}
     result = {"role": "tool", "tool_call_id": "abcDEF123", "name": "probe", "content": "result"}
     for shape in CALL_SHAPES:
         turn = shape.shaped({"role": "assistant", "content": "", "tool_calls": [call]})
         try:
-            template.render([{"role": "user", "content": "ask"}, turn, result], [_PROBED_TOOL], ChatOptions())
+            text = template.render([{"role": "user", "content": "ask"}, turn, result], [_PROBED_TOOL], ChatOptions())
         except InvalidRequest:
             continue
-        return shape
-    return CallShape()
+        return shape, _PROBED_VALUE in text
+    return CallShape(), True
 
 
 def _mark_final(turns: list[dict[str, Any]], stop: str) -> None:

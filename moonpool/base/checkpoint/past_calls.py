@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
+from moonpool.base.answer_formats import AnswerFormat, written_calls
 from moonpool.base.errors import InvalidRequest
 
 _MAX_PYTHON_CHARS = 10_000
@@ -62,6 +64,14 @@ class CallShape:
 
 CALL_SHAPES = (CallShape(), CallShape(texts=True), CallShape(parts=True), CallShape(texts=True, parts=True))
 """Shapes, of which a template takes the first that it does not refuse."""
+
+
+def with_text_of_calls(turn: dict[str, Any], calls: Sequence[Mapping[str, Any]], row: AnswerFormat) -> dict[str, Any]:
+    """Return a turn with calls in its content, as a family writes calls; arguments are objects."""
+    if calls:
+        text = written_calls(row, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+        turn = {**turn, "content": "\n".join(filter(None, (turn.get("content"), text)))}
+    return turn
 
 
 def _json_text(value: Any) -> str:

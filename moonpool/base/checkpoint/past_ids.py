@@ -23,8 +23,8 @@ def with_names(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     }
     named = []
     for turn in turns:
-        name = names.get(str(turn.get("tool_call_id", ""))) if turn.get("role") == "tool" else None
-        named.append({**turn, "name": name} if name and not turn.get("name") else dict(turn))
+        called = names.get(str(turn.get("tool_call_id", ""))) if turn.get("role") == "tool" else None
+        named.append({**turn, "name": called} if called and not turn.get("name") else dict(turn))
     return named
 
 

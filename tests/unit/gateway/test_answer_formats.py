@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import tokenizers
 
-from moonpool.base.answer_formats import FORMAT_ROWS, FORMATS, REASONING_FORMATS, found_format
+from moonpool.base.answer_formats import (
+    FORMAT_ROWS,
+    FORMATS,
+    REASONING_FORMATS,
+    ArgumentCalls,
+    found_format,
+    written_calls,
+)
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.families import FAMILIES
@@ -183,6 +190,15 @@ def test_a_call_comes_back_in_the_history(name: str) -> None:
     if name == "kimi_k2":
         assert call.id == "functions.weather:0"
         assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>" in again
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "openai"])
+def test_calls_that_are_written_for_a_template_are_read_again(name: str) -> None:
+    """Where a template leaves past calls out."""
+    draw = random.Random(50)
+    for _ in range(30):
+        calls = [drawn_call(name, draw) for _ in range(1 + SPOKEN[name].several)]
+        assert read_calls(parsed(name, written_calls(FORMATS[name], calls))) == calls
 
 
 def rendered(name: str, ids: Sequence[str]) -> str:
@@ -439,8 +455,9 @@ def test_tags_as_models_write_them(text: str, expected: list[Any]) -> None:
     ],
 )
 def test_quoted_numbers_are_numbers_where_the_schema_has_no_texts(name: str, text: str) -> None:
-    begin, end = FORMATS[name].calls.begins[0], FORMATS[name].calls.end
-    written = text if name == "pythonic" else f"{begin}{text}{end}"
+    syntax = FORMATS[name].calls
+    assert isinstance(syntax, ArgumentCalls)
+    written = text if name == "pythonic" else f"{syntax.begins[0]}{text}{syntax.end}"
     expected = [("weather", {"days": 2, "exact": True, "city": "3"})]
     assert read_calls(parsed(name, written)) == read_calls(parsed(name, written, list(written))) == expected
     other = written.replace("days", "unknown").replace("exact", "tags")

@@ -179,3 +179,19 @@ def test_a_result_has_the_functions_name() -> None:
     source = "{% if tools %}{% endif %}{% for m in messages if m.role == 'tool' %}{{ m.name }};{% endfor %}"
     named = [*TURNS, {"role": "tool", "content": "x", "tool_call_id": "c1", "name": "own"}]
     assert rendered(source, named, [TOOL]) == "weather;own;"
+
+
+def test_a_template_that_leaves_past_calls_out_gets_them_as_text() -> None:
+    """In the family's own form, whose marks are tokens; marks within values are none."""
+    source = (
+        "{% if tools %}List of tools: [{{ tools | tojson }}]{% endif %}{% set keep_past_thinking = false %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    control = ControlTokens(["<|tool_call_start|>", "<|tool_call_end|>"])
+    function = {"name": "weather", "arguments": '{"n": "<|tool_call_end|>", "x": [true]}'}
+    turns = [TURNS[0], {**TURNS[1], "content": "Well.", "tool_calls": [{**CALL, "function": function}]}, TURNS[2]]
+    found = ChatTemplates({"default": source}, {}, control).render(turns, [TOOL], PROMPT)
+    text = 'Well.\n<|tool_call_start|>[weather(n="<|tool_call_end|>", x=[True])]<|tool_call_end|><tool>sun'
+    assert found.text.endswith(text)
+    ((begin, end),) = found.literals
+    assert (found.text[begin:end], found.text[begin - 1]) == ("<|tool_call_end|>", '"')
