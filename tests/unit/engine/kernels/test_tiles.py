@@ -16,6 +16,7 @@ from tests.unit.engine.kernels.test_kv_quantization import attended
 from tests.unit.engine.kernels.tile_model import tile_model
 
 __all__ = ["tile_model"]
+pytestmark = pytest.mark.timeout(600)  # the first test builds the library
 AMX = "avx512-bf16-amx"
 WIDE = 2
 """Of `End` in panels.h."""
