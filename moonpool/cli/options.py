@@ -17,7 +17,11 @@ from moonpool.base.errors import ConfigError, InvalidRequest
 
 Address = Annotated[
     str,
-    typer.Option(help="The conductor, HOST:PORT; several with commas between them.", envvar="MOONPOOL_ADDRESS"),
+    typer.Option(
+        help="A stack's name (`moonpool ps`), or conductors, HOST:PORT,... Default: the one stack that runs.",
+        envvar="MOONPOOL_ADDRESS",
+        show_default=False,
+    ),
 ]
 MODEL_HELP = "Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
@@ -43,6 +47,7 @@ EngineChoice = Annotated[
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 LOCAL_CONDUCTOR = "127.0.0.1:50051"
+"""Where a conductor is asked for if this user runs no stack: a stack of containers has its conductor there."""
 HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings for a verb that reads the verb's own flags."""
@@ -116,11 +121,15 @@ def _renamed_flag(flag: str, command: Any) -> str:
 
 
 def addresses(text: str) -> list[str]:
-    """Split a list of addresses with commas.
+    """Split a list of addresses with commas; a text without a port is a stack's name, "" the one stack that runs.
 
     Raises:
-        InvalidRequest: the list is empty, or has an empty place.
+        InvalidRequest: the list has an empty place, or no stack, or more than one stack, is meant.
     """
+    if ":" not in text:
+        from moonpool.cli.running_stacks import found_address
+
+        text = found_address(text.strip())
     found = [part.strip() for part in text.split(",")]
     if not all(found):
         raise InvalidRequest("address", f"must be HOST:PORT, or several with commas between them, is {text!r}")
