@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from moonpool.base.errors import InvalidRequest
-from moonpool.cli.options import HELP, Address, addresses, text_of
+from moonpool.cli.addresses import addresses
+from moonpool.cli.options import HELP, Address, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client, Context, DeletedKV, Message
 

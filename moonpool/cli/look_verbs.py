@@ -4,11 +4,8 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.options import (
-    LOOK,
-    Address,
-    addresses,
-)
+from moonpool.cli.addresses import addresses
+from moonpool.cli.options import LOOK, Address
 
 app = typer.Typer()
 

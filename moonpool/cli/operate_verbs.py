@@ -4,13 +4,9 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli.addresses import addresses
 from moonpool.cli.lazy_verbs import add_lazy_group
-from moonpool.cli.options import (
-    OPERATE,
-    PASS_THROUGH,
-    Address,
-    addresses,
-)
+from moonpool.cli.options import OPERATE, PASS_THROUGH, Address
 
 app = typer.Typer()
 

@@ -46,8 +46,6 @@ EngineChoice = Annotated[
     ),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
-LOCAL_CONDUCTOR = "127.0.0.1:50051"
-"""Where a conductor is asked for if this user runs no stack: a stack of containers has its conductor there."""
 HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings for a verb that reads the verb's own flags."""
@@ -118,22 +116,6 @@ def _renamed_flag(flag: str, command: Any) -> str:
     now = "--" + present_name(name, {option.lstrip("-").replace("-", "_") for option in options}).replace("_", "-")
     argument = name in options  # arguments have their plain name there
     return now if now in options else f"the argument {name.upper()}" if argument else ""
-
-
-def addresses(text: str) -> list[str]:
-    """Split a list of addresses with commas; a text without a port is a stack's name, "" the one stack that runs.
-
-    Raises:
-        InvalidRequest: the list has an empty place, or no stack, or more than one stack, is meant.
-    """
-    if ":" not in text:
-        from moonpool.cli.running_stacks import found_address
-
-        text = found_address(text.strip())
-    found = [part.strip() for part in text.split(",")]
-    if not all(found):
-        raise InvalidRequest("address", f"must be HOST:PORT, or several with commas between them, is {text!r}")
-    return found
 
 
 def prompt_text(prompt: str) -> str:

@@ -24,10 +24,11 @@ import typer
 
 from moonpool.base.checkpoint import model_name
 from moonpool.base.errors import ConfigError, InvalidRequest
-from moonpool.cli.options import LOCAL_CONDUCTOR
 from moonpool.cli.tables import RecordTable, age_text, stdout_console
 from moonpool.engine.cpu_sharing import process_epoch
 
+LOCAL_CONDUCTOR = "127.0.0.1:50051"
+"""Where a conductor is asked for if this user runs no stack: a stack of containers has its conductor there."""
 STOP_TIMEOUT_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -10,6 +10,7 @@ import typer
 
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.sizes import size_option
+from moonpool.cli.addresses import addresses
 from moonpool.cli.options import (
     START,
     Address,
@@ -22,7 +23,6 @@ from moonpool.cli.options import (
     TopP,
     UsedContext,
     UsedContextTtl,
-    addresses,
     prompt_text,
     same_fields,
     text_of,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import ConfigError, InvalidRequest
-from moonpool.cli.options import LOCAL_CONDUCTOR, addresses
-from moonpool.cli.running_stacks import RunningStack, recorded_stack, run_ps, run_stop, state_folder
+from moonpool.cli.addresses import addresses
+from moonpool.cli.running_stacks import LOCAL_CONDUCTOR, RunningStack, recorded_stack, run_ps, run_stop, state_folder
 
 STACK = """
 import sys, signal, threading
