@@ -29,6 +29,7 @@ from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, setting_of
+from moonpool.cli.start_checks import check_start
 from moonpool.cli.supervisor import Supervisor
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
@@ -112,12 +113,14 @@ def started_stack(
     """Start a stack and show how that goes; what can be found out before anything is loaded is found out first.
 
     Raises:
-        ConfigError: a port is taken, or the packages of engines are not installed.
+        ConfigError: a port is taken, a setting is wrong, or the packages of engines are not installed.
+        CheckpointError: the model cannot be used.
         Unavailable: a service did not start.
     """
     if not plan.engine.startswith(SCHEME):
         check_engine_installed()
     check_ports(plan)
+    check_start(plan)
     with contextlib.ExitStack() as running:
         with start_progress(console) as progress:
             plan = tell_memory(plan, progress)
