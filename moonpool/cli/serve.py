@@ -51,7 +51,7 @@ def _data_dir(data_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_serve(plan: StackPlan, data_dir: Path | None, movable: Collection[str], *, restart: bool, as_json: bool) -> int:
+def run_serve(plan: StackPlan, data_dir: Path | None, *, movable: Collection[str], restart: bool, as_json: bool) -> int:
     """Start a stack, report the addresses, run until SIGINT or SIGTERM, and drain.
 
     Args:

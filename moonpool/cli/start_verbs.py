@@ -43,8 +43,9 @@ def serve(options: ServeOptions) -> None:
     from moonpool.cli.serve_plan import movable_ports, serve_plan
 
     plan = serve_plan(options)
-    how = {"restart": options.restart, "as_json": options.as_json}
-    raise typer.Exit(run_serve(plan, options.data_dir, movable_ports(options), **how))
+    movable = movable_ports(options)
+    ended = run_serve(plan, options.data_dir, movable=movable, restart=options.restart, as_json=options.as_json)
+    raise typer.Exit(ended)
 
 
 @app.command(rich_help_panel=START)
