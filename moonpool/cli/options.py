@@ -23,7 +23,7 @@ Address = Annotated[
         show_default=False,
     ),
 ]
-MODEL_HELP = "Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one."
+MODEL_HELP = "A name (`moonpool list --all`), hub id, folder or GGUF file; empty = the bundled one."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SystemTurn = Annotated[str, typer.Option("--system", help="The system turn: what the model is told first.")]

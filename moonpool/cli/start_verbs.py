@@ -1,4 +1,4 @@
-"""The verbs that one starts with: serve, run, chat, pull, list, ps, stop, generate, demo, model."""
+"""The verbs that one starts with, from serve to model."""
 
 import signal
 import sys
@@ -12,6 +12,7 @@ from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.sizes import size_option
 from moonpool.cli.addresses import addresses
 from moonpool.cli.options import (
+    MODEL_HELP,
     START,
     Address,
     AnswerTokens,
@@ -105,11 +106,30 @@ def pull(
 
 
 @app.command("list", rich_help_panel=START)
-def list_(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+def list_(
+    known: Annotated[bool, typer.Option("--all", help="Also list names of models that can be fetched.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
     """List the models on this machine."""
     from moonpool.cli.models import run_list
 
-    run_list(as_json=as_json)
+    run_list(known=known, as_json=as_json)
+
+
+@app.command(rich_help_panel=START)
+def show(model: Annotated[str, typer.Argument(help=MODEL_HELP)]) -> None:
+    """Show a model: parameters, context, memory that it takes; `model inspect` has options."""
+    from moonpool.cli.models import chosen_model, run_inspect
+
+    run_inspect(chosen_model(model), "auto", None, None, max_model_len=None, quantization="auto", as_json=False)
+
+
+@app.command(rich_help_panel=START)
+def rm(model: Annotated[str, typer.Argument(help="The model's name, as `moonpool list` says.")]) -> None:
+    """Remove a fetched model from this machine."""
+    from moonpool.cli.models import run_rm
+
+    run_rm(model)
 
 
 @app.command(rich_help_panel=START)
@@ -258,3 +278,15 @@ def inspect(
 
 
 app.add_typer(model_app, name="model", rich_help_panel=START)
+
+
+@app.command("help", rich_help_panel=START)
+def help_(
+    context: typer.Context,
+    verb: Annotated[
+        list[str] | None, typer.Argument(metavar="[VERB]", help="For example serve, or bench serve.")
+    ] = None,
+) -> None:
+    """Explain a verb: the same as `moonpool VERB --help`."""
+    root = context.find_root()
+    root.command.main([*(verb or ()), "--help"], prog_name=root.info_name)
