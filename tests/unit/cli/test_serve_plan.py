@@ -53,7 +53,7 @@ def test_clients_know_the_model_by_the_name_that_was_typed(monkeypatch: pytest.M
     assert gateway_config(plan_of(model="bundled")).served_model_name == ("tiny", "bundled")
     assert gateway_config(plan_of(model=str(model_dir()))).served_model_name == ()
     assert gateway_config(plan_of(model="bundled", served_model_name=["a", "b"])).served_model_name == ("a", "b")
-    monkeypatch.setenv("MOONPOOL_SERVED_MODEL_NAME", '["c"]')
+    monkeypatch.setenv("MOONPOOL_SERVED_MODEL_NAME", "c")
     assert gateway_config(plan_of(model="bundled")).served_model_name == ("c",)
     assert (plan_of(model="bundled").name, plan_of().name) == ("bundled", "tiny")
 
