@@ -48,7 +48,7 @@ def read_body(body: bytes, headers: Mapping[str, str]) -> conductor_pb2.Generate
     if not isinstance(fields, dict):
         raise InvalidRequest("body", "must be a JSON object")
     most = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if isinstance(most, int) and most > 0:
+    if isinstance(most, int) and not isinstance(most, bool) and most > 0:
         message.sampling.max_tokens = min(most, MAX_OUTPUT_TOKENS)
     if (salt := fields.get("cache_salt")) is not None:
         message.cache_salt = _text("cache_salt", salt)
