@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from moonpool.base.errors import FrameError, InvalidRequest
@@ -166,7 +166,7 @@ _TABLES: dict[str, dict[int, _KnownField]] = {}
 """What `_checked_fields` has found, by the message's name."""
 
 
-def _checked_fields(descriptor: Descriptor) -> dict[int, _KnownField]:
+def _checked_fields(descriptor: Any) -> dict[int, _KnownField]:
     """The length-delimited fields that the scan must look into, by tag."""
     if (known := _TABLES.get(descriptor.full_name)) is not None:
         return known

@@ -285,7 +285,7 @@ def test_drawn_bodies_are_requests_or_refused_by_name() -> None:
 
     def value(depth: int) -> Any:
         kind = draws.randrange(8 if depth else 6)
-        plain = [None, True, draws.choice([0, -1, 7, 1 << 40]), 1.5, draws.choice(["", "user", "x"]), {}]
+        plain: list[Any] = [None, True, draws.choice([0, -1, 7, 1 << 40]), 1.5, draws.choice(["", "user", "x"]), {}]
         if kind < 6:
             return plain[kind]
         if kind == 6:
