@@ -36,8 +36,7 @@ class Turns:
         self.taken = 0
         """Places that have a turn now."""
         self._credit = credit
-        self._shares = FairShares(credit)
-        self._queue = FairQueue(self._shares)
+        self._forget_costs()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._numbers = count()
 
@@ -81,7 +80,11 @@ class Turns:
                 return
         self.taken -= 1
         if not self.taken:
-            self._shares.forgive_idle(self._credit)  # nobody waits: what each has had so far counts no more
+            self._forget_costs()  # nobody waits: what each has had so far counts no more
+
+    def _forget_costs(self) -> None:
+        self._shares = FairShares(self._credit)
+        self._queue = FairQueue(self._shares)
 
 
 class TenantPlaces:
