@@ -18,6 +18,7 @@ from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder
+from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 
@@ -33,6 +34,7 @@ class GatewayContext:
         tokenizer: tokenizer and chat template of the served model.
         builder: builds generation jobs from bodies.
         metrics: counters and timers of requests.
+        log: lines for requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
         markdown: renders answers for the page.
@@ -49,6 +51,7 @@ class GatewayContext:
     tokenizer: GatewayTokenizer
     builder: RequestBuilder
     metrics: GatewayMetrics
+    log: RequestLog
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
     markdown: MarkdownRenderer
