@@ -135,7 +135,6 @@ def test_every_query_returns_data_under_load(plan: StackPlan, tmp_path: Path) ->
     folder = tmp_path / "prometheus"
     folder.mkdir()
     with CheckedStack(replace(plan, http_port=0, extra={**plan.extra, **extra})) as stack:
-        stack.start()
         gateway = stack.services["gateway"].address
         with scraping(folder, {"gateway": gateway, **ports}) as ask, load(gateway):
             assert without_data(ask, wanted()) == set()
