@@ -2,7 +2,7 @@
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in sending order. `Step` goes to every
 stage; each stage answers `LayerDone` per layer (when asked for) and one `StageDone`; the `StageDone` of the last stage
-carries the sampled tokens. If layers are reported, the last stage also answers `TokensSampled` as soon as there are
+carries the sampled tokens. If layers are reported, the last stage also answers `StageTokens` as soon as there are
 tokens, before KV is hashed. A run is answered by one `StageDone` for each step; only a single stage runs more than one.
 `OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may come at any time in between, even before
 the step has begun, and are ignored once the step is done. Step ids grow from step to step. `FetchBlocks` is answered by
@@ -124,7 +124,7 @@ class StageDone:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensSampled:
+class StageTokens:
     """A step's tokens, which come again with the `StageDone` that follows; the step's blocks are in use until then."""
 
     done: StageDone
@@ -364,7 +364,7 @@ class WorkerReady:
     """Of weights in a file that is mapped."""
 
 
-StageEvent = LayerDone | TokensSampled | StageDone | BlocksFetched | KVLoaded | LoraAnswer
+StageEvent = LayerDone | StageTokens | StageDone | BlocksFetched | KVLoaded | LoraAnswer
 """What a stage emits."""
 
 

@@ -45,8 +45,8 @@ from moonpool.engine.messages import (
     StageEvent,
     StageRoom,
     StageStarting,
+    StageTokens,
     StopRunMessage,
-    TokensSampled,
     WorkerFailed,
     WorkerReady,
 )
@@ -333,10 +333,10 @@ class ProcessEngine:
         if isinstance(message, BlocksFetched | KVLoaded | LoraAnswer):
             self._answered(message, str(worker))
             return
-        flight = self._flights.get(message.done.step_id if isinstance(message, TokensSampled) else message.step_id)
+        flight = self._flights.get(message.done.step_id if isinstance(message, StageTokens) else message.step_id)
         if flight is None:  # the engine has failed meanwhile, and the caller has been told
             return
-        if isinstance(message, LayerDone | TokensSampled):
+        if isinstance(message, LayerDone | StageTokens):
             flight.report(message)
         elif not message.over:  # the time limit is of a step, and the run goes on with another
             flight.deadline.cancel()
@@ -446,7 +446,7 @@ class _StepInFlight:
     done: list[StageDone] = field(default_factory=list)
     error: Exception | None = None
 
-    def report(self, event: LayerDone | TokensSampled | StageDone) -> None:
+    def report(self, event: LayerDone | StageTokens | StageDone) -> None:
         """Report a finished layer, tokens, or finished steps of a run that goes on."""
         if self.error is not None:
             return
@@ -454,7 +454,7 @@ class _StepInFlight:
             if isinstance(event, LayerDone):
                 if self.on_layer is not None:
                     self.on_layer(event)
-            elif isinstance(event, TokensSampled):
+            elif isinstance(event, StageTokens):
                 if self.on_tokens is not None:
                     self.on_tokens(_step_result([*self.done, event.done]))
             elif self.on_step is not None:

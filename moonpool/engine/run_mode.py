@@ -13,7 +13,7 @@ from functools import partial
 from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import DecodeGraphs
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import StageDone, StageEvent, TokensSampled
+from moonpool.engine.messages import StageDone, StageEvent, StageTokens
 from moonpool.engine.models.batch import BatchLoras, PackedBatch
 from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.stage import StageModel
@@ -95,7 +95,7 @@ class RunMode(ABC):
             # Gates are done before the report: the receiver may open the next step's gates at once.
             self._stage.kv_gates.done(run.step.step_id)
         if done and run.step.layer_events and any(token is not None for token in run.output.sampled):
-            self._stage.emit(TokensSampled(self._stage_done(run, run.output, times, share)))
+            self._stage.emit(StageTokens(self._stage_done(run, run.output, times, share)))
         if run.reported is not None:
             run.reported.wait()  # the report of the step comes after those of all layers
         report = partial(self._report, run, run.output, times, share, 0, aborted=not done, over=following is None)

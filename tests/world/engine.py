@@ -36,8 +36,8 @@ from moonpool.engine.messages import (
     Shutdown,
     StageDone,
     StageEvent,
+    StageTokens,
     StopRunMessage,
-    TokensSampled,
     WorkerFailed,
 )
 from moonpool.engine.model_runner import StageRunner
@@ -226,7 +226,7 @@ class Stage:
             goes_on = self._runner.go_on() if begun else self._runner.run(replace(step, patient=False))
             begun = True
             done = self._emitted[-1]
-            tokens = [event.done for event in self._emitted if isinstance(event, TokensSampled)]
+            tokens = [event.done for event in self._emitted if isinstance(event, StageTokens)]
             layers = [event for event in self._emitted if isinstance(event, LayerDone)]
             assert len(tokens) + len(layers) + 1 == len(self._emitted)
             for layer in layers:
@@ -238,7 +238,7 @@ class Stage:
             self._links.deliver()
             for sampled in tokens:
                 end_ns = world.monotonic_ns()
-                self._tell(TokensSampled(replace(sampled, start_ns=start_ns, end_ns=end_ns, share=1.0, waited_ns=0)))
+                self._tell(StageTokens(replace(sampled, start_ns=start_ns, end_ns=end_ns, share=1.0, waited_ns=0)))
                 await self._pass(half_s / 2)  # for which the KV's hashes take
             self._tell(replace(done, start_ns=start_ns, end_ns=world.monotonic_ns(), share=1.0, waited_ns=0))
         self._opened = {step_id: layer for step_id, layer in self._opened.items() if step_id > step.step_id}

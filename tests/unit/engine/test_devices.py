@@ -26,7 +26,7 @@ from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent, TokensSampled
+from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent, StageTokens
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
@@ -332,14 +332,14 @@ def test_tokens_are_told_while_kv_is_hashed(model: StageModel) -> None:
 
         def heard(event: StageEvent) -> None:
             emit(event)
-            if isinstance(event, TokensSampled):
+            if isinstance(event, StageTokens):
                 assert not any(value for _, value in tested.slices(4))
                 sampled.set()
                 hashing.set()
 
         tested.runner.emit = heard
         done = tested.run(part(PROMPT[:32], 0, (4, 1)), layer_events=True)
-        [told] = [event.done for event in tested.events if isinstance(event, TokensSampled)]
+        [told] = [event.done for event in tested.events if isinstance(event, StageTokens)]
         assert sampled.is_set()
         assert told.sampled == done.sampled != ()
         assert all(value for _, value in tested.slices(4))
