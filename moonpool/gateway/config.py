@@ -61,6 +61,11 @@ class GatewayConfig(ServiceConfig):
         (),
         description="names by which clients know the model; responses have the first. Default: the checkpoint's name",
     )
+    any_model_name: bool = Field(
+        False,
+        description="a request may name any model, for programs that insist on a name of theirs: each name but those "
+        "of LoRA adapters stands for the served model; responses have the served model's name",
+    )
     allowed_hosts: Names = Field(
         (),
         description='host names by which clients reach the gateway, for example llm.example.com; "*" for all. Default: '
@@ -145,6 +150,9 @@ class GatewayConfig(ServiceConfig):
         64, ge=0, description="background responses of one tenant that may be under way at the same time"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
+    log_requests: bool = Field(
+        False, description="log a line for every request; refused, wrong and failed requests always have one"
+    )
     chat_template: Path | None = Field(
         None,
         description=(

@@ -9,37 +9,62 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces
 from moonpool.client import (
     AsyncClient,
     AsyncTokenStream,
     GenerateResult,
 )
 from moonpool.client.tracing import traceparent
-from moonpool.gateway.serving.asgi_reply import AsgiReply, ClientGoneError, to_nobody, while_connected
+from moonpool.gateway.serving.asgi_reply import AsgiReply, to_nobody
+from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes
-from moonpool.gateway.serving.merged_stream import MergedStream
+from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
+from moonpool.gateway.serving.served_request import served_request
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTurns:
+    """Turns of tenants for the answers of this gateway.
+
+    Attributes:
+        begun: places of lists' prompts that have no token yet.
+        writing: writes tokens' log probabilities, between other answers' tokens.
+    """
+
+    begun: TenantPlaces = field(default_factory=lambda: TenantPlaces(MAX_BEGUN_PROMPTS))
+    writing: LoopTurns = field(default_factory=LoopTurns)
 
 
 class GenerationResponse:
     """Runs a job and sends the answer. Starlette calls the object like a `Response`."""
 
     def __init__(
-        self, client: AsyncClient, metrics: GatewayMetrics, job: GenerationJob, formatter: ResponseFormatter
+        self,
+        client: AsyncClient,
+        metrics: GatewayMetrics,
+        turns: AnswerTurns,
+        job: GenerationJob,
+        formatter: ResponseFormatter,
     ) -> None:
         self._client = client
         self._metrics = metrics
+        self._turns = turns
         self._job = job
         self._formatter = formatter
+        self._notes: dict[str, object] = {}  # for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._notes = served_request(scope).notes
         try:
             await while_connected(receive, self._respond(AsgiReply(send, self._job.headers)))
         except ClientGoneError:
@@ -66,6 +91,7 @@ class GenerationResponse:
                 request_metrics.failed()
                 response = error_response(self._job.named_error(error))
                 self._metrics.refused(response.status, response.code or "")
+                self._notes.update(response.notes())
                 return response
         return None
 
@@ -79,8 +105,7 @@ class GenerationResponse:
         async with self._token_stream(request_metrics, whole=True) as tokens:
             async for event in tokens:
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
-        result = _completed_result(tokens)
-        request_metrics.finished(result)
+        result = self._finished(tokens, request_metrics)
         self._start(reply, tokens)
         reply.headers.update(self._job.result_headers(result))
         content = self._formatter.full_response(result)
@@ -100,6 +125,8 @@ class GenerationResponse:
         async with self._token_stream(request_metrics, whole=False) as tokens:
             async for event in tokens:
                 request_metrics.tokens()
+                if event.logprobs:
+                    await self._turns.writing.begin(self._tenant, len(event.token_ids))
                 formatter.add_tokens(event)
                 formatter.count_tokens(tokens.prompt_tokens, len(event.token_ids))
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
@@ -114,8 +141,7 @@ class GenerationResponse:
                     content = first + (formatter.text_event(event.text, event.choice) if event.text else b"")
                 if content:
                     yield content
-        result = _completed_result(tokens)
-        request_metrics.finished(result)
+        result = self._finished(tokens, request_metrics)
         if not started:
             self._start(reply, tokens)
             yield b"".join(formatter.first_events())
@@ -138,8 +164,38 @@ class GenerationResponse:
             )
             for index, prompt in enumerate(job.prompts)
         ]
-        tokens = streams[0] if len(streams) == 1 else MergedStream(streams, job.sampling.n)
+        tokens: AsyncTokenStream | MergedStream = streams[0]
+        if len(streams) > 1:
+            tokens = MergedStream(streams, job.sampling.n, self._turns.begun, self._tenant)
         return tokens
+
+    def _finished(self, tokens: AsyncTokenStream | MergedStream, request_metrics: RequestMetrics) -> GenerateResult:
+        """The result of a stream that has ended, once in the metrics and the log.
+
+        Raises:
+            Unavailable: the cluster has cancelled the request.
+        """
+        result = _completed_result(tokens)
+        request_metrics.finished(result)
+        placement, usage, timing = tokens.placement, result.usage, result.timing
+        self._notes |= {
+            "model": self._job.model_name,
+            "stream": self._job.stream,
+            "finish_reason": result.finish_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "queue_s": round(timing.queue_s, 6),
+            "ttft_s": round(timing.ttft_s, 6),
+            "tpot_s": round(timing.tpot_s, 6),
+            "prefill": "" if placement is None else placement.prefill,
+            "decode": "" if placement is None else placement.decode,
+        }
+        return result
+
+    @property
+    def _tenant(self) -> str:
+        return self._job.arguments.get("tenant", "")
 
     def _start(self, reply: AsgiReply, tokens: AsyncTokenStream | MergedStream) -> None:
         reply.headers["x-request-id"] = self._job.client_id or tokens.request_id
