@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 IGNORED = ("__init__.py", "__pycache__", "py.typed")
 VERBS = (
     *("setup", "dev", "run", "up", "down", "up-local", "down-local", "quick", "test", "test-all", "test-containers"),
-    *("check", "lint", "format", "bench", "load", "protos", "clean"),
+    *("check", "lint", "format", "bench", "load", "protos", "dist", "clean"),
 )
 
 
