@@ -49,8 +49,8 @@ TYPES: Mapping[str, Quantization] = {"bfloat16": "none", "int8": "int8", "int4":
 """Name -> `quantization` of an engine, for weights that are stored in bfloat16."""
 HEAD = f"""# Memory by model
 
-`python -m tools.gen_memory` writes this page. The arithmetic is that of `moonpool model inspect`, which computes your own model's figures from
-its files' heads, before anything is loaded:
+`python -m tools.gen_memory` writes this page. The arithmetic is that of `moonpool model inspect`, which computes your
+own model's figures from its files' heads, before anything is loaded:
 
 ```sh
 moonpool model inspect bundled --max-model-len 8192
@@ -59,18 +59,21 @@ moonpool model inspect bundled --max-model-len 8192 --quantization int8
 
 ## One engine
 
-GB of memory that one engine takes between steps, with KV for one sequence of {CONTEXT:,} tokens: program, weights, KV. A step adds
-work space. `--set engine.quantization=int8` and `int4` pack weights at load ([models.md](models.md#quantised-weights)).
+GB of memory that one engine takes between steps, with KV for one sequence of {CONTEXT:,} tokens: program, weights,
+KV. A step adds work space. `--set engine.quantization=int8` and `int4` pack weights at load
+([models.md](models.md#how-layers-are-computed)).
 
 """
 TAIL = """
-- **KV grows with tokens, not with requests.** Blocks of one prefix are shared. Each further sequence of 8,192 tokens that shares nothing takes
-  the last column again. An engine's pool has 256 MiB by default;
-  `--set engine.kv_cache_memory_bytes=4GiB` of `moonpool serve` sets the pool.
-- **Longer sequences** take KV in proportion. A model's longest sequence is in the file `config.json`; to serve less, limit `max_model_len`
-  (`--set engine.max_model_len=8192`). A prompt that is longer is refused.
-- **Two engines** of one machine (`moonpool serve`) share the weights, and each has program, KV and work space ([one_engine.md](one_engine.md)).
-- **Other processes**: conductor, kvstore and gateway take about 0.4 GB together, the kvstore's DRAM tier aside ([kvstore.md](kvstore.md)).
+- **KV grows with tokens, not with requests.** Blocks of one prefix are shared. Each further sequence of 8,192 tokens
+  that shares nothing takes the last column again. An engine's pool has 256 MiB by default; `--set
+  engine.kv_cache_memory_bytes=4GiB` of `moonpool serve` sets the pool.
+- **Longer sequences** take KV in proportion. A model's longest sequence is in the file `config.json`; to serve less,
+  limit `max_model_len` (`--set engine.max_model_len=8192`). A prompt that is longer is refused.
+- **Two engines** of one machine (`moonpool serve`) share the weights, and each has program, KV and work space
+  ([one_engine.md](one_engine.md)).
+- **Other processes**: conductor, kvstore and gateway take about 0.4 GB together, the kvstore's DRAM tier aside
+  ([kvstore.md](kvstore.md)).
 - **A GGUF file** keeps its codes: weights take what the file takes.
 - **Too little memory** is told before anything is loaded. Weights are then read from a mapped file: right, and slow.
 """

@@ -40,6 +40,8 @@ from moonpool.base.sizes import format_size, parse_size
 ENV_PREFIX = "MOONPOOL_"
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 """Packages of the extra `engine`, which prefill and decode need."""
+EXTRA_ADVICE = "install Moonpool with its extra `{}` (docs/install.md)"
+"""What to do where an extra's packages are missing."""
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # these are refused, not bound
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RENAMED = {
