@@ -1,7 +1,7 @@
 """Builds the wheels into `dist/` with native code inside, and tries them in an empty environment: `make dist`.
 
 Libraries are built for every processor of this architecture, and for AArch64 where Debian's cross compiler is
-(`g++-aarch64-linux-gnu`). They need no C++ library, only the C library, whose version the wheel's tag names.
+(`g++-aarch64-linux-gnu`). They need the C library, whose version the wheel's tag names, and GCC's run time.
 
 `--try` then installs the wheels with pip, far from this checkout and without a compiler in reach, and says what the
 first token took, in seconds of processor.
@@ -29,9 +29,12 @@ DISTRIBUTIONS = {"moonpool-base": "packages/moonpool-base", "moonpool": ".", "mo
 """Distribution -> folder of its pyproject.toml."""
 CROSS = {"aarch64": "aarch64-linux-gnu-g++"}
 """Architecture -> compiler for it on a machine of another."""
-LINK = ("-static-libstdc++", "-static-libgcc", "-Wl,-s")
-NEEDED = frozenset({"libc.so.6", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"})
-"""Parts of the C library. A wheel's libraries need nothing else of a machine."""
+LINK = ("-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-Wl,-s")
+"""Of the C++ library only what is used is linked in: the rest would ask for a later C library."""
+NEEDED = frozenset(
+    {"libc.so.6", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libgcc_s.so.1"}
+)
+"""The C library's parts and GCC's run time, which every machine for wheels has."""
 _VERSION = re.compile(rb"\0GLIBC_2\.(\d+)(?:\.\d+)?(?=\0)")
 _NAME = re.compile(rb"\0([\w+.-]+\.so\.\d+)(?=\0)")
 
@@ -62,7 +65,7 @@ def build_libraries(machine: str, used: str, folder: Path, targets: Sequence[str
 
     Raises:
         BuildError: one cannot be built.
-        DistError: one needs more than the C library.
+        DistError: one needs more of a machine than `NEEDED`.
     """
     made: list[Path] = []
     for name in sorted(KERNELS.values()):

@@ -62,8 +62,8 @@ def explain(
     request_id: Annotated[
         str,
         typer.Argument(
-            help="The request's id: `moonpool top` lists them, `generate --json` prints it. Default: the newest request "
-            "that has ended."
+            help="The request's id: `moonpool top` lists them, `generate --json` prints it. Default: the newest that "
+            "has ended."
         ),
     ] = "",
     address: Address = LOCAL_CONDUCTOR,

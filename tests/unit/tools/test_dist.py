@@ -60,7 +60,7 @@ def test_wheels_of_two_architectures(compiler: str, tmp_path: Path) -> None:
             }
 
 
-def test_a_library_that_needs_more_than_the_c_library_is_refused(
+def test_a_library_that_needs_what_a_machine_may_lack_is_refused(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEEDS", "libstdc++.so.6")
