@@ -169,7 +169,17 @@ def try_wheels(out: Path, model: str) -> None:
         home.mkdir()
         subprocess.run([sys.executable, "-P", "-m", "venv", environment], check=True)
         python, command = environment / "bin" / "python", environment / "bin" / "moonpool"
-        pip: list[str | Path] = [python, "-P", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+        pip: list[str | Path] = [
+            python,
+            "-P",
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-compile",
+            "-c",
+            ROOT / "constraints.txt",
+        ]
         given = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MOONPOOL_", "XDG_"))}
         bare = given | {"PATH": str(environment / "bin"), "HOME": str(home), "CXX": "/no/compiler"}
         total, said = 0.0, ""
