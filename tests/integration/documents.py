@@ -22,7 +22,8 @@ from tests.integration.namespaces import Network
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(
-    f"docs/{name}.md" for name in ("tutorial", "start", "install", "memory", "restarts", "machines", "errors")
+    f"docs/{name}.md"
+    for name in ("tutorial", "start", "install", "memory", "restarts", "machines", "sharing", "errors")
 )
 """Pages of a new user, with the README; each command in them runs, or its fence says why not."""
 HOST = "a"
