@@ -3,8 +3,8 @@
 Libraries are built for every processor of this architecture, and for AArch64 where Debian's cross compiler is
 (`g++-aarch64-linux-gnu`). They need the C library, whose version the wheel's tag names, and GCC's run time.
 
-`--try` then installs the wheels with pip, far from this checkout and without a compiler in reach, and says what the
-first token took, in seconds of processor.
+`--try` then installs the wheels with pip, far from this checkout, without a compiler in reach and in a folder of hostile
+files, and says what an answer took, in seconds of processor.
 """
 
 import argparse
@@ -37,6 +37,10 @@ NEEDED = frozenset(
 """The C library's parts and GCC's run time, which every machine for wheels has."""
 _VERSION = re.compile(rb"\0GLIBC_2\.(\d+)(?:\.\d+)?(?=\0)")
 _NAME = re.compile(rb"\0([\w+.-]+\.so\.\d+)(?=\0)")
+
+
+HOSTILE = ("grpc", "json", "moonpool", "numpy", "re", "sitecustomize", "tokenizers", "torch")
+"""Files in the trial's working folder, with names of what Moonpool imports: none may be imported."""
 
 
 class DistError(Exception):
@@ -167,6 +171,8 @@ def try_wheels(out: Path, model: str) -> None:
     with tempfile.TemporaryDirectory(prefix="moonpool-dist-") as name:
         home, environment = Path(name) / "home", Path(name) / "environment"
         home.mkdir()
+        for module in HOSTILE:
+            (home / f"{module}.py").write_text("raise ImportError('from the working folder')\n")
         subprocess.run([sys.executable, "-P", "-m", "venv", environment], check=True)
         python, command = environment / "bin" / "python", environment / "bin" / "moonpool"
         pip: list[str | Path] = [
