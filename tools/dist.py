@@ -3,8 +3,8 @@
 Libraries are built for every processor of this architecture, and for AArch64 where Debian's cross compiler is
 (`g++-aarch64-linux-gnu`). They need the C library, whose version the wheel's tag names, and GCC's run time.
 
-`--try` then installs the wheels with pip, far from this checkout, without a compiler in reach and in a folder of hostile
-files, and says what an answer took, in seconds of processor.
+`--try` then installs the wheels with pip, far from this checkout, without a compiler in reach and in a folder of
+hostile files, and says what an answer took, in seconds of processor.
 """
 
 import argparse
