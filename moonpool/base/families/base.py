@@ -17,6 +17,19 @@ from moonpool.base.families.spec import Activation, AttentionSpec, DecoderSpec, 
 
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 """Keys of rotary embeddings in the spelling before transformers 5."""
+
+
+def default_sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> Mapping[str, int]:
+    """Return sizes as defaults: text parts of models with further parts leave out those of the configuration class."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _ACTIVATIONS: Mapping[object, Activation] = {
@@ -186,13 +199,12 @@ class ModelFamily:
     """None: no GGUF file is of this family."""
     other_architectures: tuple[str, ...] = ()
     """Further names in `architectures` for checkpoints that equal this family to the last tensor."""
+    other_model_types: tuple[str, ...] = ()
+    """Further names in `model_type` for the same, among them those of text parts of models with further parts."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensor names that some of the family's checkpoints have in place of others."""
     other: bool = False
     """Whether transformers' own modelling code computes the model (`moonpool.base.families.other`)."""
-    inner_config: str = ""
-    """Key of the object with the decoder's fields in checkpoints with further parts, such as for pictures."""
-
     other_keys: Mapping[str, str] = field(default_factory=dict)
     """The family's own key names, by the common names."""
 

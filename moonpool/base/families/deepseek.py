@@ -169,6 +169,7 @@ DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
     other_architectures=("KimiK2ForCausalLM",),
     model_type="deepseek_v3",
+    other_model_types=("kimi_k2",),
     decoder=_decoder3,
     defaults={
         "max_position_embeddings": 4096,

@@ -13,6 +13,7 @@ from moonpool.base.families.base import (
     ModelFamily,
     TensorNames,
     activation,
+    default_sizes,
     layer_kinds,
     llama_decoder,
     windowed,
@@ -196,10 +197,10 @@ VAULT_GEMMA = ModelFamily(
 )
 GEMMA3 = ModelFamily(
     architecture="Gemma3ForCausalLM",
-    other_architectures=("Gemma3ForConditionalGeneration",),
     model_type="gemma3_text",
     decoder=_decoder3,
     defaults={
+        **default_sizes(262208, 2304, 9216, 26, 8),
         "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -214,8 +215,6 @@ GEMMA3 = ModelFamily(
         },
     },
     names=_NAMES,
-    renamed={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
-    inner_config="text_config",
     gguf=GgufNames(
         architecture="gemma3",
         whole_norms=True,
@@ -229,7 +228,6 @@ GEMMA3 = ModelFamily(
 )
 GEMMA4 = ModelFamily(
     architecture="Gemma4ForCausalLM",
-    other_architectures=("Gemma4ForConditionalGeneration",),
     model_type="gemma4_text",
     decoder=_decoder4,
     defaults={
@@ -253,6 +251,4 @@ GEMMA4 = ModelFamily(
         experts_down="experts.down_proj",
         expert="experts.{expert}.",
     ),
-    renamed={"model.": "model.language_model."},
-    inner_config="text_config",
 )

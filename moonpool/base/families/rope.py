@@ -13,7 +13,7 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import RopeScaling, RopeSpec
 
-_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional", "mrope")
 
 
 def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, paired: bool = False) -> RopeSpec:
@@ -82,7 +82,8 @@ def _scaling(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
         raise UnsupportedModel(f"{name}.rope_type", f"{kind!r} is none of {', '.join(_KINDS)}")
-    if kind in ("default", "dynamic"):  # dynamic: the frequencies for the first max_position_embeddings positions
+    # dynamic: the frequencies for the first max_position_embeddings positions; mrope: a token of text has one position
+    if kind in ("default", "dynamic", "mrope"):
         return None, 1.0
     if kind == "linear":
         return RopeScaling("linear", rope.number("factor")), 1.0
