@@ -78,9 +78,8 @@ def whole_model(model_type: str, text_type: str, changed: Mapping[str, Any]) -> 
     config = transformers.AutoConfig.for_model(model_type, text_config=text.to_dict(), **own)
     config.tie_word_embeddings = getattr(config.text_config, "tie_word_embeddings", False)
     torch.manual_seed(6)
-    model: Any = transformers.AutoModelForImageTextToText.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    auto: Any = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     model.train(False)
     with torch.no_grad():
         for name, weight in model.named_parameters():
