@@ -240,7 +240,7 @@ SERVICE_MODULES = {
 """Kind of service -> package that runs as a program."""
 OTHER_VARIABLES = (
     "ADDRESS", "API_KEY", "TRACE", "TRACES",  # of commands, SDK and benchmarks
-    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
+    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE", "COMMIT",  # of native code and kernels
     "DIE_WITH_PARENT", "FAULT_BREAK_CONNECTIONS", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
     "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED", "STORM_MESSAGES",
     "STACK_BASE", "STACK_CONDUCTOR", "STACK_HOST", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH",

@@ -110,7 +110,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer, archit
     Raises:
         ConfigError: a setting is wrong.
     """
-    metrics = PrometheusMetrics(config.service())
+    metrics = PrometheusMetrics.of(config, ssl_certfile=config.ssl_certfile)
     async with (
         application(config, checkpoint_tokenizer, metrics, architecture) as (app, watched),
         http_serving(app, config) as (server, port),

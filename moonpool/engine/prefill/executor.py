@@ -58,7 +58,7 @@ class PrefillExecutor:
     ) -> None:
         self._core = core
         self._engine, self._write_back = parts.engine, parts.write_back
-        self._spans, self._notify = parts.spans, parts.notify
+        self._spans, self._histograms, self._notify = parts.spans, parts.histograms, parts.notify
         self._loading = loading
         self._sending = sending
         self._driver: Driver[events.Event | IoEnded[events.IoResult], actions.Action] = Driver(
@@ -329,13 +329,15 @@ class PrefillExecutor:
             self._die(f"the engine died: {error}")
             return _ABORTED_STEP
         self._record(order, result)
+        seconds = (result.end_ns - result.start_ns) / 1e9
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
                 if (request := self._requests.get(chunk.id)) is not None:
                     request.computed(chunk, index, result)
                     if request.error is not None:
                         self.post(events.CancelPrefill(request.id))
-        return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
+            self._histograms.step(seconds, len(order.chunks), sum(chunk.end - chunk.start for chunk in order.chunks))
+        return events.StepEnded(result.aborted, seconds, result.share)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
         incoming = self._requests[chunk.id].incoming
