@@ -182,7 +182,7 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         text = text_part(data)
         family = _computed_by(family_of(declared, (text or data).get("model_type")), data, model_impl)
         if text is not None:
-            data = {**text, **_tied(folder, data, text, family.names.head)}
+            data = {**family.sizes, **text, **_tied(folder, data, text, family.names.head)}
     fields = family.fields(common_names(data) if family.other else data, "config.json")
     if folder_formats(folder) and family.names.inputs_first:
         raise UnsupportedModel("quantization_config", f"not supported for {family.architecture}")

@@ -19,8 +19,8 @@ _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 """Keys of rotary embeddings in the spelling before transformers 5."""
 
 
-def default_sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> Mapping[str, int]:
-    """Return sizes as defaults: text parts of models with further parts leave out those of the configuration class."""
+def class_sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> Mapping[str, int]:
+    """Return `ModelFamily.sizes`."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -194,6 +194,8 @@ class ModelFamily:
     """Builds the layers from config.json; absent keys have their `defaults`."""
     defaults: Mapping[str, Any]
     """Values for absent keys: defaults of transformers' configuration class that differ from `COMMON_DEFAULTS`."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of transformers' configuration class, which text parts of models with further parts may leave out."""
     names: TensorNames = TensorNames()
     gguf: GgufNames | None = None
     """None: no GGUF file is of this family."""

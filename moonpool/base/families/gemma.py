@@ -13,7 +13,7 @@ from moonpool.base.families.base import (
     ModelFamily,
     TensorNames,
     activation,
-    default_sizes,
+    class_sizes,
     layer_kinds,
     llama_decoder,
     windowed,
@@ -199,8 +199,8 @@ GEMMA3 = ModelFamily(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     decoder=_decoder3,
+    sizes=class_sizes(262208, 2304, 9216, 26, 8),
     defaults={
-        **default_sizes(262208, 2304, 9216, 26, 8),
         "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",

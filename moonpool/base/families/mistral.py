@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moonpool.base.families.base import GgufNames, ModelFamily, default_sizes, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.base import GgufNames, ModelFamily, class_sizes, layer_kinds, llama_decoder, windowed
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec
 
@@ -38,8 +38,8 @@ MISTRAL = ModelFamily(
     architecture="MistralForCausalLM",
     model_type="mistral",
     decoder=_decoder,
+    sizes=class_sizes(32000, 4096, 14336, 32, 32),
     defaults={
-        **default_sizes(32000, 4096, 14336, 32, 32),
         "num_key_value_heads": 8,
         "sliding_window": 4096,
         "max_position_embeddings": 4096 * 32,

@@ -6,7 +6,7 @@ from moonpool.base.families.base import (
     GgufNames,
     ModelFamily,
     TensorNames,
-    default_sizes,
+    class_sizes,
     layer_kinds,
     llama_decoder,
     windowed,
@@ -61,8 +61,8 @@ QWEN2 = ModelFamily(
     model_type="qwen2",
     other_model_types=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
     decoder=_decoder,
+    sizes=class_sizes(151936, 4096, 22016, 32, 32),
     defaults={
-        **default_sizes(151936, 4096, 22016, 32, 32),
         "num_key_value_heads": 32,
         "sliding_window": 4096,
         "max_position_embeddings": 32768,

@@ -15,6 +15,7 @@ from moonpool.base.answer_formats import FORMAT_ROWS, FORMATS, REASONING_FORMATS
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.families import FAMILIES
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.service import tell_formats
@@ -520,7 +521,7 @@ def test_the_start_says_how_answers_are_read(caplog: pytest.LogCaptureFixture) -
     for template, told in ((SPOKEN["glm45"].template, "glm45"), ("{{ tools }}{{ messages }}", "no known format")):
         made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
         with ThreadPoolExecutor(1) as threads:
-            tell_formats(GatewayTokenizer("tiny", made, threads, ParserNames(), "Glm4MoeForCausalLM"))
+            tell_formats(GatewayTokenizer("tiny", made, TenantTurns(threads), ParserNames(), "Glm4MoeForCausalLM"))
         assert told in caplog.text
 
 

@@ -439,7 +439,7 @@ def test_every_family_has_a_case() -> None:
 def test_absent_keys_have_the_defaults_of_transformers(family: Any) -> None:
     theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
     rope = theirs.get("rope_parameters") or {}
-    for key, value in family.defaults.items():
+    for key, value in {**family.sizes, **family.defaults}.items():
         if key in ("rope_theta", "partial_rotary_factor"):
             found = theirs.get(key, rope.get(key, rope.get("full_attention", {}).get(key)))
         elif key in DIFFERENT.get(family.model_type, ()):
