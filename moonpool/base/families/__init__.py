@@ -29,9 +29,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 _BY_MODEL_TYPE = {name: family for family in _ALL for name in (family.model_type, *family.other_model_types)}
 _BY_GGUF = {
-    family.gguf.architecture: family
+    name: family
     for family in _ALL
     if family.gguf is not None and family not in (MIXTRAL, DEEPSEEK_V3)
+    for name in (family.gguf.architecture, *family.gguf.other_architectures)
 }
 
 

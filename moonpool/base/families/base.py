@@ -124,6 +124,8 @@ class GgufNames:
 
     architecture: str
     """Value of `general.architecture`."""
+    other_architectures: tuple[str, ...] = ()
+    """Further values, for files that equal these but for the value: the text parts of models with pictures."""
     paired_rows: bool = False
     """Whether the converter moved rows of q and k that RoPE turns together beside one another. llama.cpp's converter
     does so for Llama and derived families; Hugging Face has them half a head apart.

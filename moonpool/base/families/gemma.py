@@ -1,6 +1,6 @@
 """Gemma 1 to 4 (text), VaultGemma: norms with 1 + weight, scaled embeddings; soft caps in 2; two ropes in 3 and 4.
 
-Of Gemma 4 the models with embeddings of each layer and shared KV (E2B, E4B) are refused by name.
+Gemma 4 12B ("unified") has neither embeddings of each layer nor experts.
 """
 
 from collections.abc import Mapping
@@ -251,4 +251,14 @@ GEMMA4 = ModelFamily(
         experts_down="experts.down_proj",
         expert="experts.{expert}.",
     ),
+)
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    architecture="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    defaults={
+        **{key: value for key, value in GEMMA4.defaults.items() if not key.endswith("per_layer_input")},
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
 )

@@ -57,7 +57,7 @@ QWEN3 = ModelFamily(
     defaults={
         "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_position_embeddings": 32768,
     },
-    gguf=GgufNames(architecture="qwen3"),
+    gguf=GgufNames(architecture="qwen3", other_architectures=("qwen3vl",)),
 )  # fmt: skip
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
@@ -73,6 +73,7 @@ QWEN3_MOE = ModelFamily(
     },
     gguf=GgufNames(
         architecture="qwen3moe",
+        other_architectures=("qwen3vlmoe",),
         keys={
             "num_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
+from moonpool.base.families.rope import longest
 from moonpool.base.families.wrapped import WRAPPER
 from tests.unit.engine.models.forward import Runner
 from tests.unit.engine.models.test_parity import assert_greedy
@@ -45,6 +46,7 @@ LATENT = {
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+INDEXED = {"index_topk": 512, "index_head_dim": 16, "index_n_heads": 2}
 FACTORS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
@@ -79,6 +81,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "deepseek_v3",
         {**LATENT, **ROUTED, **GROUPS, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "deepseek_v32": ("deepseek_v32", {**LATENT, **ROUTED, **GROUPS, **INDEXED}),
     "dots1": (
         "dots1",
         {**HEAD, **ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
@@ -128,6 +131,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "glm4_moe_lite",
         {**LATENT, **ROUTED, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     ),
+    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **ROUTED, **INDEXED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "gpt2": ("gpt2", {}),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_neox": ("gpt_neox", {}),
@@ -207,6 +211,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma4, experts": (
         "gemma4_text",
         {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4, unified": (
+        "gemma4_unified_text",
+        {**HEAD, **WINDOW, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "mellum": (
         "mellum",
@@ -428,6 +436,16 @@ def test_what_gemma_4_cannot_be_is_refused_by_name(field: str, value: Any) -> No
     config = transformers.AutoConfig.for_model("gemma4_text", **{**TINY, **GEMMA4}).to_dict()
     with pytest.raises(UnsupportedModel, match=field):
         family.decoder(family.fields({**config, field: value}, "config.json"))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sequences_end_where_attention_would_choose_keys(model_type: str) -> None:
+    family = next(family for family in FAMILIES.values() if family.model_type == model_type)
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **LATENT, "index_topk": 100}).to_dict()
+    assert longest(family.fields(config, "config.json")) == 100
+    assert longest(family.fields({**config, "index_topk": 600}, "config.json")) == TINY["max_position_embeddings"]
+    del config["index_topk"]
+    assert longest(family.fields({**config, "max_position_embeddings": 4096}, "config.json")) == 2048
 
 
 def test_every_family_has_a_case() -> None:
