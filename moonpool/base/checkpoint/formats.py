@@ -26,13 +26,15 @@ _STEP_TOKENS = 512
 """Tokens of an engine's largest step, unless a flag says another number."""
 
 
-def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig:
+def load_config(path: Path | str, model_impl: ModelImpl = "auto", max_model_len: int = 0) -> ModelConfig:
     """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
 
     Args:
         path: folder or GGUF file.
         model_impl: "moonpool": refuse an architecture that no family describes; "transformers": describe what
             transformers' own code needs, also of an architecture with a family; "auto": the family if there is one.
+        max_model_len: tokens of the longest sequence that is wanted, by which LongRoPE's factors are chosen; 0: as many
+            as the short factors are for.
 
     Raises:
         CheckpointError: there is no readable configuration, or a field is missing or malformed.
@@ -43,7 +45,7 @@ def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig
             raise UnsupportedModel("model_impl", "transformers' own code does not compute GGUF files here")
         config = gguf_config(Path(path))
     else:
-        config = folder_config(Path(path), model_impl)
+        config = folder_config(Path(path), model_impl, max_model_len)
     if config.default_sampling.given:
         return config
     return replace(config, default_sampling=card_sampling(Path(path)))
@@ -154,7 +156,7 @@ def inspect_checkpoint(
     """
     if max_model_len is not None and max_model_len <= 0:
         raise InvalidRequest("max_model_len", "must be positive")
-    config = load_config(path, model_impl)
+    config = load_config(path, model_impl, max_model_len or 0)
     chosen = resolve_dtype(config, dtype)
     layout = kv_layout(config, chosen, block_size)
     tensors = tensor_index(path)

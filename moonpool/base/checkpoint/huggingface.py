@@ -37,7 +37,7 @@ from moonpool.base.families import family_of
 from moonpool.base.families.base import ModelFamily
 from moonpool.base.families.fields import JsonFields, read_json
 from moonpool.base.families.other import common_names, other_family, whole_prompt_family, whole_prompt_length
-from moonpool.base.families.rope import longest
+from moonpool.base.families.rope import chosen_factors, longest
 from moonpool.base.families.wrapped import decoder_names, text_part
 from moonpool.base.sampling_params import MAX_SUPPRESSED_TOKENS
 
@@ -156,10 +156,10 @@ def _pickle_hint(folder: Path) -> str:
     return f"; {min(pickles)} is a pickle file, and those are never loaded" if pickles else ""
 
 
-def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
+def folder_config(folder: Path, model_impl: ModelImpl = "auto", max_model_len: int = 0) -> ModelConfig:
     """Read the configuration of the checkpoint folder `folder`.
 
-    `model_impl`: see `moonpool.base.checkpoint.formats.load_config`.
+    `model_impl`, `max_model_len`: see `moonpool.base.checkpoint.formats.load_config`.
 
     Raises:
         CheckpointError: the folder has no readable configuration, or a field is missing or malformed.
@@ -184,6 +184,8 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         if text is not None:
             data = {**family.sizes, **text, **_tied(folder, data, text, family.names.head)}
     fields = family.fields(common_names(data) if family.other else data, "config.json")
+    if not family.other:
+        fields = chosen_factors(fields, max_model_len)
     if folder_formats(folder) and family.names.inputs_first:
         raise UnsupportedModel("quantization_config", f"not supported for {family.architecture}")
     generation = _generation_fields(folder)

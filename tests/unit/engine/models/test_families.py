@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint.config import config_hash
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
 from moonpool.base.families.rope import longest
@@ -360,6 +362,21 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     for prompt, output, other in zip(prompts, whole, chunked, strict=True):
         for answer in [other] if other[:WHOLE_NEW] == output else [output, other]:
             assert_greedy(model, prompt, answer)
+
+
+def test_long_factors_of_longrope_hold_for_all_sequences_if_asked_for(tmp_path: Path) -> None:
+    """transformers takes the long factors for sequences beyond the original length, as all of these are."""
+    scaling = {**CASES["phi3, longrope"][1]["rope_scaling"], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0]}
+    model = reference("phi3", {"original_max_position_embeddings": 24, "rope_scaling": scaling})
+    model.save_pretrained(tmp_path)
+    short, long = load_config(tmp_path), load_config(tmp_path, max_model_len=25)
+    assert load_config(tmp_path, max_model_len=24) == short
+    assert (short.max_position_embeddings, long.max_position_embeddings) == (24, 512)
+    assert config_hash(short) != config_hash(long)
+    prompts = [list(range(3, 3 + length)) for length in (33, 80)]
+    answers = Runner(tmp_path, torch.float32, borders=(1,), config=long).generate(prompts, NEW, chunk=16, budget=40)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_greedy(model, prompt, answer)
 
 
 @pytest.mark.parametrize(
