@@ -26,6 +26,10 @@ _STEP_TOKENS = 512
 """Tokens of an engine's largest step, unless a flag says another number."""
 
 
+_DRAFTING, _INDEXER = ("mtp.", "model.mtp."), ".indexer."
+"""What stands in names of tensors that are not loaded: layers that only draft, and DeepSeek V3.2's choice of keys."""
+
+
 def load_config(path: Path | str, model_impl: ModelImpl = "auto", max_model_len: int = 0) -> ModelConfig:
     """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
 
@@ -159,7 +163,7 @@ def inspect_checkpoint(
     config = load_config(path, model_impl, max_model_len or 0)
     chosen = resolve_dtype(config, dtype)
     layout = kv_layout(config, chosen, block_size)
-    tensors = tensor_index(path)
+    tensors = _loaded(config, tensor_index(path))
     parameters = _count_parameters(config, tensors)
     weight_bytes = _held_bytes(config, tensors, ELEMENT_BYTES[chosen], quantization)
     file_bytes = sum(file.stat().st_size for file in sorted({info.file for info in tensors.values()}))
@@ -192,6 +196,19 @@ def inspect_checkpoint(
 
 def _computed(config: ModelConfig) -> str:
     return described_ways([config.decoder.not_native(layer) for layer in range(config.num_layers)])
+
+
+def _loaded(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors that engines load: not those of layers for drafting, nor what chooses keys of attention."""
+    if config.decoder.other:
+        return dict(tensors)
+    begin, layers = names_of(config.architecture).layer.partition("{index}")[0], len(config.decoder.every)
+
+    def further(name: str) -> bool:
+        index = name.removeprefix(begin).partition(".")[0] if name.startswith(begin) else ""
+        return name.startswith(_DRAFTING) or _INDEXER in name or (index.isdecimal() and int(index) >= layers)
+
+    return {name: info for name, info in tensors.items() if not further(name)}
 
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:
