@@ -51,8 +51,9 @@ def family_of(declared: object, model_type: object) -> ModelFamily:
         return _BY_MODEL_TYPE[model_type]
     names = declared if isinstance(declared, list) else [declared]
     name = names[0] if len(names) == 1 else None
-    if isinstance(name, str) and name.endswith(WRAPPER) and model_type in _BY_MODEL_TYPE:
-        return _BY_MODEL_TYPE[model_type]
+    text_family = _BY_MODEL_TYPE.get(str(model_type))
+    if isinstance(name, str) and name.endswith(WRAPPER) and text_family is not None:
+        return text_family
     family = FAMILIES.get(str(name)) or (other_family(name, model_type) if isinstance(name, str) else None)
     if family is None:
         raise UnsupportedModel("architectures", f"{declared!r} is no decoder, as {', '.join(FAMILIES)} are")

@@ -25,7 +25,7 @@ _PREFIXES: Mapping[str, str] = {
 """What stands before the decoder's tensors, and what stands there in a model that is the decoder alone."""
 _PLAIN = ("model.", "lm_head.")
 """What the decoder's tensors begin with in models that have the further parts beside the decoder, as Qwen2-VL."""
-_REFUSED: Mapping[object, str] = {
+_REFUSED: Mapping[str, str] = {
     "paligemma": "tokens of its prompts attend to later tokens",
 }
 """Models whose text part is not the family's, by `model_type`."""
@@ -42,8 +42,8 @@ def text_part(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
         inner = data  # Qwen2-VL
     if not isinstance(inner, Mapping):
         return None
-    if data.get("model_type") in _REFUSED:
-        raise UnsupportedModel("model_type", f"{data['model_type']!r}: {_REFUSED[data['model_type']]}")
+    if (why := _REFUSED.get(str(data.get("model_type")))) is not None:
+        raise UnsupportedModel("model_type", f"{data['model_type']!r}: {why}")
     return {**{key: data[key] for key in _OUTER_KEYS if data.get(key) is not None}, **inner}
 
 
