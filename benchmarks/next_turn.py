@@ -29,8 +29,8 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}\
 {% if m.reasoning_content and loop.index > last.user %}<think>{{ m.reasoning_content }}</think>{% endif %}\
 {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}[end]{% endfor %}\
 {% if add_generation_prompt %}[assistant]<think>{% endif %}"""
-"""Takes tools, so that results are turns of a tool. Opens the thinking, and leaves out the thinking before the user's last
-message, as Qwen3's template does.
+"""Takes tools, so that results are turns of a tool. Opens the thinking, and leaves out the thinking before the user's
+last message, as Qwen3's template does.
 """
 
 
