@@ -270,6 +270,7 @@ def test_a_kernel_without_tiles_refuses() -> None:
     assert build.tiles_permitted() == ("amx_tile" in build.listed_flags())
 
 
+@pytest.mark.timeout(600)  # compilers of a busy machine
 @pytest.mark.parametrize(
     ("name", "product"), [("multiply", "tdpbf16ps"), ("prefill", "tdpbf16ps"), ("packed", "tdpbsud")]
 )
