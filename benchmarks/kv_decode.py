@@ -47,6 +47,7 @@ class NoEngine:
         *,
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
+        on_tokens: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
         """Refuse."""
         raise Unavailable("there is no engine here")

@@ -56,6 +56,7 @@ class Engine(Protocol):
         *,
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
+        on_tokens: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
         """Run one step, or a run, and return when every stage is done.
 
@@ -63,8 +64,9 @@ class Engine(Protocol):
         `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
         result returns; with several stages, a stage's layers are in order. `on_step` is called for each of a run's
         steps but the last, whose result is returned; a patient run's results may come with a later result
-        (`StepResult.earlier`). Neither must raise. Cancelling the coroutine does not stop the step: abort the step, and
-        treat the step's blocks as in use until a later step's result has come.
+        (`StepResult.earlier`). `on_tokens` may be called with the tokens of a step that reports layers, before the
+        result returns: the step still uses the step's blocks. None of them must raise. Cancelling the coroutine does
+        not stop the step: abort the step, and treat the step's blocks as in use until a later step's result has come.
 
         Raises:
             Unavailable: The engine has failed, before or during the step.

@@ -46,10 +46,7 @@ class LayerRun(RunMode):
         following = self._begin_next(run, done=done)
         # Sent whatever has happened, so that the next stage knows.
         self._stage.links.send(run.step.step_id, run.hidden if done else None)
-        share = self._cpu_share(run, times)
-        if run.reported is not None:
-            run.reported.wait()  # the report of the step comes after those of all layers
-        return self._finish(run, times, share, following, done=done)
+        return self._finish(run, times, self._cpu_share(run, times), following, done=done)
 
     def _receive(self, run: StepRun) -> bool:
         """Bring batch and hidden states to the device; return False if the stage before aborted the step."""

@@ -2,7 +2,8 @@
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in sending order. `Step` goes to every
 stage; each stage answers `LayerDone` per layer (when asked for) and one `StageDone`; the `StageDone` of the last stage
-carries the sampled tokens. A run is answered by one `StageDone` for each step; only a single stage runs more than one.
+carries the sampled tokens. If layers are reported, the last stage also answers `StageTokens` as soon as there are
+tokens, before KV is hashed. A run is answered by one `StageDone` for each step; only a single stage runs more than one.
 `OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may come at any time in between, even before
 the step has begun, and are ignored once the step is done. Step ids grow from step to step. `FetchBlocks` is answered by
 one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`, `LoadLora` and `DropLora` by one `LoraAnswer`.
@@ -120,6 +121,13 @@ class StageDone:
     waited_ns: int = 0
     earlier: "tuple[StageDone, ...]" = ()
     """Earlier steps of the run that were not reported yet, oldest first; they have none themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTokens:
+    """A step's tokens, which come again with the `StageDone` that follows; the step's blocks are in use until then."""
+
+    done: StageDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +364,7 @@ class WorkerReady:
     """Of weights in a file that is mapped."""
 
 
-StageEvent = LayerDone | StageDone | BlocksFetched | KVLoaded | LoraAnswer
+StageEvent = LayerDone | StageTokens | StageDone | BlocksFetched | KVLoaded | LoraAnswer
 """What a stage emits."""
 
 

@@ -45,6 +45,7 @@ from moonpool.engine.messages import (
     StageEvent,
     StageRoom,
     StageStarting,
+    StageTokens,
     StopRunMessage,
     WorkerFailed,
     WorkerReady,
@@ -135,6 +136,7 @@ class ProcessEngine:
         *,
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
+        on_tokens: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
         if self._failed.done():
             raise Unavailable(self._failed.result())
@@ -144,7 +146,7 @@ class ProcessEngine:
         if self._last_step_id is not None and step.step_id <= self._last_step_id:
             raise Internal(f"step {step.step_id} after step {self._last_step_id}")
         self._last_step_id = step.step_id
-        flight = _StepInFlight(self._loop.create_future(), on_layer, on_step, self._deadline(step.step_id))
+        flight = _StepInFlight(self._loop.create_future(), on_layer, on_step, on_tokens, self._deadline(step.step_id))
         # When the caller was cancelled, the loop must not report the future's exception as never retrieved.
         flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._flights[step.step_id] = flight
@@ -331,10 +333,10 @@ class ProcessEngine:
         if isinstance(message, BlocksFetched | KVLoaded | LoraAnswer):
             self._answered(message, str(worker))
             return
-        flight = self._flights.get(message.step_id)
+        flight = self._flights.get(message.done.step_id if isinstance(message, StageTokens) else message.step_id)
         if flight is None:  # the engine has failed meanwhile, and the caller has been told
             return
-        if isinstance(message, LayerDone):
+        if isinstance(message, LayerDone | StageTokens):
             flight.report(message)
         elif not message.over:  # the time limit is of a step, and the run goes on with another
             flight.deadline.cancel()
@@ -439,16 +441,23 @@ class _StepInFlight:
     future: "asyncio.Future[StepResult]"
     on_layer: Callable[[LayerDone], None] | None
     on_step: Callable[[StepResult], None] | None
+    on_tokens: Callable[[StepResult], None] | None
     deadline: asyncio.TimerHandle
     done: list[StageDone] = field(default_factory=list)
     error: Exception | None = None
 
-    def report(self, event: LayerDone | StageDone) -> None:
-        """Report a finished layer, or finished steps of a run that goes on."""
+    def report(self, event: LayerDone | StageTokens | StageDone) -> None:
+        """Report a finished layer, tokens, or finished steps of a run that goes on."""
+        if self.error is not None:
+            return
         try:
-            if isinstance(event, LayerDone) and self.on_layer is not None and self.error is None:
-                self.on_layer(event)
-            elif isinstance(event, StageDone) and self.on_step is not None and self.error is None:
+            if isinstance(event, LayerDone):
+                if self.on_layer is not None:
+                    self.on_layer(event)
+            elif isinstance(event, StageTokens):
+                if self.on_tokens is not None:
+                    self.on_tokens(_step_result([*self.done, event.done]))
+            elif self.on_step is not None:
                 self.on_step(_step_result([event]))
         except Exception as error:  # raised to the caller when the step is over
             self.error = error

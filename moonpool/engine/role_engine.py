@@ -69,11 +69,12 @@ class RoleEngine:
         *,
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
+        on_tokens: Callable[[StepResult], None] | None = None,
     ) -> Coroutine[Any, Any, StepResult]:
         """See `Engine.run`."""
         self.steps = max(self.steps, self._before + step.step_id)
         if not self._before:
-            return self.engine.run(step, on_layer=on_layer, on_step=on_step)
+            return self.engine.run(step, on_layer=on_layer, on_step=on_step, on_tokens=on_tokens)
         told, number = on_layer, step.step_id
 
         def layer(done: LayerDone) -> None:
@@ -81,7 +82,8 @@ class RoleEngine:
             told(replace(done, step_id=number))
 
         step = replace(step, step_id=self._before + number)
-        return self.engine.run(step, on_layer=None if told is None else layer, on_step=on_step)
+        its_layer = None if told is None else layer
+        return self.engine.run(step, on_layer=its_layer, on_step=on_step, on_tokens=on_tokens)
 
     def open_gate(self, step_id: int, layer: int) -> None:
         self.engine.open_gate(self._before + step_id, layer)

@@ -13,7 +13,7 @@ from functools import partial
 from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import DecodeGraphs
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import StageDone, StageEvent
+from moonpool.engine.messages import StageDone, StageEvent, StageTokens
 from moonpool.engine.models.batch import BatchLoras, PackedBatch
 from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.stage import StageModel
@@ -94,6 +94,10 @@ class RunMode(ABC):
         if following is None:
             # Gates are done before the report: the receiver may open the next step's gates at once.
             self._stage.kv_gates.done(run.step.step_id)
+        if done and run.step.layer_events and any(token is not None for token in run.output.sampled):
+            self._stage.emit(StageTokens(self._stage_done(run, run.output, times, share)))
+        if run.reported is not None:
+            run.reported.wait()  # the report of the step comes after those of all layers
         report = partial(self._report, run, run.output, times, share, 0, aborted=not done, over=following is None)
         self._stage.platform.memory.finish_step(report, aborted=not done)
         return following
@@ -133,8 +137,24 @@ class RunMode(ABC):
         aborted: bool,
         over: bool,
     ) -> None:
-        """`end_ns`: 0 = now."""
-        done = StageDone(
+        """Report a step, alone or with others of the run. `end_ns`: 0 = now."""
+        done = self._stage_done(run, output, times, share, end_ns, aborted=aborted, over=over)
+        if (report := run.to_report(done)) is not None:
+            self._stage.emit(report)
+
+    def _stage_done(
+        self,
+        run: StepRun,
+        output: StepOutput,
+        times: StepStart,
+        share: float,
+        end_ns: int = 0,
+        *,
+        aborted: bool = False,
+        over: bool = True,
+    ) -> StageDone:
+        """Return what is told of a step; `end_ns`: 0 = now."""
+        return StageDone(
             run.step.step_id,
             self._stage.stage,
             tuple(output.sampled),
@@ -151,5 +171,3 @@ class RunMode(ABC):
             share=share,
             waited_ns=times.began_ns - times.start_ns,
         )
-        if (report := run.to_report(done)) is not None:
-            self._stage.emit(report)

@@ -72,8 +72,7 @@ class StageLoader:
         self.devices = stage_devices(self.engine.device, self.engine.stages)
         self.device = open_device(self.devices[spec.stage])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
-        if self.device is None:
-            _build_kernels(channel)
+        _build_libraries(channel, engine=self.device is None)
         self.model = self._load_weights()
         if not self.engine.sized:
             self.engine = self._sized(sizes)
@@ -195,11 +194,17 @@ class StageLoader:
         return masks
 
 
-def _build_kernels(channel: BlockingChannel) -> None:
-    """Build the native kernels if need be; say meanwhile that the start goes on."""
+def _build_libraries(channel: BlockingChannel, *, engine: bool) -> None:
+    """Build native code if need be, that of slices' hashes and the `engine`'s kernels; say that the start goes on."""
+    from moonpool.base.kv import native_library, sealing
     from moonpool.base.native.build import BuildError, build
     from moonpool.engine.kernels.choice import VARIABLE
 
-    if os.environ.get(VARIABLE, "native") in ("", "native"):
+    def report(what: str) -> None:
+        channel.send(StageStarting(what))
+
+    native_library.build_ahead(report)
+    sealing.prepare()  # now, not in the first step
+    if engine and os.environ.get(VARIABLE, "native") in ("", "native"):
         with contextlib.suppress(BuildError):  # loading the library says why
-            build(report=lambda what: channel.send(StageStarting(what)))
+            build(report=report)

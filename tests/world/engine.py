@@ -36,6 +36,7 @@ from moonpool.engine.messages import (
     Shutdown,
     StageDone,
     StageEvent,
+    StageTokens,
     StopRunMessage,
     WorkerFailed,
 )
@@ -224,15 +225,21 @@ class Stage:
             self._emitted.clear()
             goes_on = self._runner.go_on() if begun else self._runner.run(replace(step, patient=False))
             begun = True
-            done, layers = self._emitted[-1], self._emitted[:-1]
+            done = self._emitted[-1]
+            tokens = [event.done for event in self._emitted if isinstance(event, StageTokens)]
+            layers = [event for event in self._emitted if isinstance(event, LayerDone)]
+            assert len(tokens) + len(layers) + 1 == len(self._emitted)
             for layer in layers:
                 await self._pass(half_s / len(layers))
-                assert isinstance(layer, LayerDone)
                 self._tell(replace(layer, start_ns=start_ns, end_ns=world.monotonic_ns()))
             if not layers:
                 await self._pass(half_s)
             assert isinstance(done, StageDone)
             self._links.deliver()
+            for sampled in tokens:
+                end_ns = world.monotonic_ns()
+                self._tell(StageTokens(replace(sampled, start_ns=start_ns, end_ns=end_ns, share=1.0, waited_ns=0)))
+                await self._pass(half_s / 2)  # for which the KV's hashes take
             self._tell(replace(done, start_ns=start_ns, end_ns=world.monotonic_ns(), share=1.0, waited_ns=0))
         self._opened = {step_id: layer for step_id, layer in self._opened.items() if step_id > step.step_id}
         self._aborted = {step_id for step_id in self._aborted if step_id > step.step_id}

@@ -8,12 +8,13 @@ import fcntl
 import mmap
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.kv.keys import slice_hash
+from moonpool.base.kv import sealing
 from moonpool.base.kv.layout import NO_SLOT, KVLayout
 from moonpool.base.kv.memory import available_bytes, shared_memory
 
@@ -136,7 +137,7 @@ class KVPool:
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Hash a slice that was computed in this process."""
-        self._by_layer[layer].seal(layer, block, valid_tokens)
+        self._by_layer[layer].seal([(layer, block, valid_tokens)])
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
@@ -272,18 +273,34 @@ class PoolPart:
             self.landed[-1] = DEVICE_KNOWS
             self.on_landed()
 
-    def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Hash a slice that was computed here, with invalid token slots as zeros.
+    def seal(self, slices: Iterable[tuple[int, int, int]], threads: int = 1) -> None:
+        """Hash slices that were computed here, in one call, on so many threads at most.
 
-        A slice for which the block has no place was not computed.
+        Args:
+            slices: layer, block, and valid tokens of each slice; invalid token slots count as zeros. A slice for which
+                the block has no place was not computed, and gets no hash.
+            threads: For large batches.
         """
-        if not self.has(layer, block):
-            return
-        data = self.slice(layer, block)
-        if valid_tokens < self.layout.block_size:
-            data = memoryview(bytearray(data))
-            self.layout.zero_invalid(layer, data, valid_tokens)
-        self.set_hash(layer, block, slice_hash(data))
+        seals, total, cleaned = array("Q"), 0, list[ctypes.Array[ctypes.c_char]]()
+        memory = ctypes.c_char.from_buffer(self.map)  # keeps the mapping meanwhile
+        base = ctypes.addressof(memory)
+        hashes = base + -(-self.nbytes // _NUMBER_BYTES) * _NUMBER_BYTES
+        for layer, block, valid_tokens in slices:
+            row = layer - self.layer_begin
+            start, size, by_slots = self._places[row]
+            at = self.slot_of[block] if by_slots else block
+            if at == NO_SLOT:
+                continue
+            data = base + start + at * size
+            if valid_tokens < self.layout.block_size:
+                copy = (ctypes.c_char * size).from_buffer_copy(self.view, start + at * size)
+                self.layout.zero_invalid(layer, memoryview(copy).cast("B"), valid_tokens)
+                cleaned.append(copy)
+                data = ctypes.addressof(copy)
+            seals.extend((data, size, hashes + (row * self.blocks + block) * _NUMBER_BYTES))
+            total += size
+        if seals:
+            sealing.prepare()(seals, total, threads)
 
     def copy(self, source: int, block: int) -> None:
         """Copy a block's slices in all layers, with the hashes. Both blocks have the same layers."""

@@ -174,7 +174,9 @@ class EmulatedEngine:
         *,
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
+        on_tokens: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
+        """See `Engine.run`. Nothing is hashed behind the tokens, so they come with the result."""
         if self._failed.done():
             raise Unavailable(self._failed.result())
         if len(self._tasks) >= self.stages:

@@ -52,8 +52,8 @@ class CpuKVMemory:
         """The pool has the layer already."""
 
     def finish_layer(self, layer: int, then: OnDone | None) -> None:
-        for block, valid_tokens in self._finished:
-            self._part.seal(layer, block, valid_tokens)
+        if self._finished:
+            self._part.seal((layer, block, valid_tokens) for block, valid_tokens in self._finished)
         if then is not None:
             then()
 

@@ -323,21 +323,34 @@ class PrefillExecutor:
         return Step(order.io, sequences, order.gated, layer_events=True)
 
     async def _run_step(self, order: actions.RunStep, step: Step) -> events.IoResult:
+        told: list[StepResult] = []
         try:
-            result = await self._engine.run(step, on_layer=self._layer_done)
+            result = await self._engine.run(
+                step, on_layer=self._layer_done, on_tokens=partial(self._tokens_sampled, order, told)
+            )
         except MoonpoolError as error:
             self._die(f"the engine died: {error}")
             return _ABORTED_STEP
         self._record(order, result)
         seconds = (result.end_ns - result.start_ns) / 1e9
         if not result.aborted:
-            for index, chunk in enumerate(order.chunks):
-                if (request := self._requests.get(chunk.id)) is not None:
-                    request.computed(chunk, index, result)
-                    if request.error is not None:
-                        self.post(events.CancelPrefill(request.id))
+            if not told:
+                self._take(order, result)
             self._histograms.step(seconds, len(order.chunks), sum(chunk.end - chunk.start for chunk in order.chunks))
         return events.StepEnded(result.aborted, seconds, result.share)
+
+    def _tokens_sampled(self, order: actions.RunStep, told: list[StepResult], result: StepResult) -> None:
+        """Take a step's results before the step is over; `told` has them then."""
+        told.append(result)
+        self._take(order, result)
+        self.post(events.TokensSampled(order.io))
+
+    def _take(self, order: actions.RunStep, result: StepResult) -> None:
+        for index, chunk in enumerate(order.chunks):
+            if (request := self._requests.get(chunk.id)) is not None:
+                request.computed(chunk, index, result)
+                if request.error is not None:
+                    self.post(events.CancelPrefill(request.id))
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
         incoming = self._requests[chunk.id].incoming

@@ -26,7 +26,7 @@ from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent
+from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent, StageTokens
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
@@ -321,6 +321,28 @@ def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel
             assert tested.run(*last).sampled == expected
         for layer, before in zip(tested.place.memory.kv, kv, strict=True):
             assert torch.equal(layer.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_tokens_are_told_while_kv_is_hashed(model: StageModel) -> None:
+    """The step is over when the hashes are there."""
+    with rig(model, StagedDevice(3)) as tested:
+        hashing, sampled = threading.Event(), threading.Event()
+        tested.place.callbacks.send(lambda: nothing_fails(TimeoutError()) if not hashing.wait(60) else None)
+        emit = tested.runner.emit
+
+        def heard(event: StageEvent) -> None:
+            emit(event)
+            if isinstance(event, StageTokens):
+                assert not any(value for _, value in tested.slices(4))
+                sampled.set()
+                hashing.set()
+
+        tested.runner.emit = heard
+        done = tested.run(part(PROMPT[:32], 0, (4, 1)), layer_events=True)
+        [told] = [event.done for event in tested.events if isinstance(event, StageTokens)]
+        assert sampled.is_set()
+        assert told.sampled == done.sampled != ()
+        assert all(value for _, value in tested.slices(4))
 
 
 @pytest.mark.slow

@@ -31,7 +31,12 @@ class ExactEngine:
         self.steps: list[Step] = []
 
     async def run(
-        self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None, on_step: object = None
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: object = None,
+        on_tokens: object = None,
     ) -> StepResult:
         assert self.last < step.step_id <= 0
         self.last = step.step_id

@@ -195,12 +195,13 @@ class FakeEngine:
         *,
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
+        on_tokens: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
         assert step.steps <= self.run_steps
         assert step.step_id > self._last_id
         assert self._in_flight < self.stages
         self._last_id, self._in_flight = step.step_id, self._in_flight + 1
-        work = asyncio.ensure_future(self._steps_of_run(step, on_layer, on_step))
+        work = asyncio.ensure_future(self._steps_of_run(step, on_layer, on_step, on_tokens))
         try:
             waiting: set[asyncio.Future[Any]] = {work, self.failed}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +214,11 @@ class FakeEngine:
             self._in_flight -= 1
 
     async def _steps_of_run(
-        self, step: Step, on_layer: Callable[[LayerDone], None] | None, on_step: Callable[[StepResult], None] | None
+        self,
+        step: Step,
+        on_layer: Callable[[LayerDone], None] | None,
+        on_step: Callable[[StepResult], None] | None,
+        on_tokens: Callable[[StepResult], None] | None,
     ) -> StepResult:
         self.runs.append(0)
         over: list[StepResult] = []
@@ -221,6 +226,9 @@ class FakeEngine:
             self.steps.append(step)
             self.runs[-1] += 1
             result = await self._run(step, on_layer)
+            if on_tokens is not None and step.layer_events and any(token is not None for token in result.sampled):
+                on_tokens(result)
+                await asyncio.sleep(0)
             following = None if result.aborted or step.step_id in self.cuts else after(step, result.sampled)
             if following is None:
                 return replace(result, earlier=tuple(over))

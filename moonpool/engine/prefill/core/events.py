@@ -70,6 +70,13 @@ class LayerComputed:
 
 
 @frozen
+class TokensSampled:
+    """A step's tokens are known, and all layers are computed. KV of the step is still on the way into the pool."""
+
+    step: int
+
+
+@frozen
 class LayerLoaded:
     """All blocks in one layer of a load are in the pool, verified. Layers come in order."""
 
@@ -104,6 +111,7 @@ Event = (
     | Drain
     | StopAllRequests
     | LayerComputed
+    | TokensSampled
     | LayerLoaded
     | ReplicateBlocks
     | StopReplicating

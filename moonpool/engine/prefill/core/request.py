@@ -124,7 +124,7 @@ class PrefillRequest:
         shared_tokens: leading tokens that earlier requests compute and register; for predictions, until the first step.
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
-        token_at: when the first token was computed, seconds.
+        token_at: when the first token was told, seconds; the last step may still be under way.
         table: the request's blocks; bound at the start, unbound once no KV is left to compute or send.
         prefix: leading blocks that were cached or loaded, and the load in flight.
         computed: leading tokens that are cached, loaded or computed, in all layers. Never shrinks.

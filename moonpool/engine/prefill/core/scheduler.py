@@ -34,6 +34,7 @@ from moonpool.engine.prefill.core.events import (
     StepEnded,
     StopAllRequests,
     StopReplicating,
+    TokensSampled,
 )
 from moonpool.engine.prefill.core.forecast import queue_seconds, reassign_shared_prefix, shared_tokens, speeds_now
 from moonpool.engine.prefill.core.in_flight import (
@@ -98,12 +99,10 @@ class PrefillScheduler:
         self.state.now, self.state.out = now, out
         self.state.manager.now = now
         match event:
-            case LayerComputed():  # most are these two
-                self.steps.layer_computed(event.step, event.layer)
+            case LayerComputed() | TokensSampled() | LayerLoaded():  # most are these and the next
+                self._progressed(event)
             case IoEnded():
                 self._ended(event.io, event.result)
-            case LayerLoaded():
-                self.loads.layer_loaded(event.io, event.layer)
             case AddRequest():
                 self._arrive(event)
             case CancelPrefill():
@@ -119,7 +118,7 @@ class PrefillScheduler:
                 self._draining = True
             case StopAllRequests():
                 self._stop()
-        if not isinstance(event, LayerComputed):  # frees nothing, and comes often
+        if not isinstance(event, LayerComputed | TokensSampled):  # free nothing, and come often
             self._go_on()
             out[:0] = self.state.manager.take_slot_moves()
         self.state.out = []
@@ -337,10 +336,32 @@ class PrefillScheduler:
                 self.state.manager.forget(request.spec.keys[result.damaged_block :])
         self._end_early(number, PrefillOutcome.IO_FAILED)
 
+    def _progressed(self, event: LayerComputed | TokensSampled | LayerLoaded) -> None:
+        match event:
+            case LayerComputed():
+                self.steps.layer_computed(event.step, event.layer)
+            case LayerLoaded():
+                self.loads.layer_loaded(event.io, event.layer)
+            case TokensSampled():
+                self._sampled(event.step)
+
+    def _sampled(self, step: int) -> None:
+        """Report first tokens before the step is over: what follows in the step is hashing."""
+        for request in self.steps.sampled(step):
+            loading = request.prefix.load is not None or request.prefix.overtaken is not None
+            if request.token_at is None and not loading:  # a load's figures are known when the step is over
+                self._tell_first_token(request)
+
     def _computed(self, request: PrefillRequest) -> None:
         """Report a computed prompt's first token at once, without waiting for the transfer."""
-        now = self.state.now
         request.set_status(PrefillStatus.COMPUTED)
+        if request.token_at is None:
+            self._tell_first_token(request)
+        if self._sends.finish(request):
+            self._done(request)
+
+    def _tell_first_token(self, request: PrefillRequest) -> None:
+        now = self.state.now
         request.token_at = now
         began = request.first_step_at if request.first_step_at is not None else now
         computed = request.spec.tokens - request.prefix.cached - request.prefix.loaded
@@ -348,8 +369,6 @@ class PrefillScheduler:
         prefix = request.prefix
         reads = tuple(prefix.misses), tuple(prefix.loads), prefix.overtaken_tokens
         self.state.act(ReportFirstToken(request.id, *told, *reads))
-        if self._sends.finish(request):
-            self._done(request)
 
     def _done(self, request: PrefillRequest) -> None:
         tail_s, sent_bytes = 0.0, 0

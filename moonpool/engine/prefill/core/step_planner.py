@@ -342,6 +342,12 @@ class StepPlanner:
             if part.live and request is not None:
                 self._sends.add(request, layer, part.start // size, -(-part.end // size), io)
 
+    def sampled(self, io: int) -> list[PrefillRequest]:
+        """Return the requests whose first tokens a step in flight has sampled."""
+        flight, requests = self._flights.get(io), self._state.requests
+        parts = [] if flight is None else [part for part in flight.slices if part.live and part.last]
+        return [request for part in parts if (request := requests.get(part.request)) is not None]
+
     def ended(self, io: int, flight: StepFlight, result: StepEnded) -> "StepOutcome":
         """End a step. Steps end in the order of planning, except steps without a live slice."""
         assert self._state.front is flight or not any(part.live for part in flight.slices), "steps end in order"

@@ -281,7 +281,7 @@ def test_a_pool_has_slices_of_windowed_layers_for_its_slots_alone() -> None:
     landed[:] = filled(1, 2)
     target.take(1, 1, landed, 9)
     assert bytes(pool.read(1, 3)[0]) == bytes(filled(1, 2))
-    pool.parts[1].seal(1, 0, 16)  # nothing was computed there
+    pool.parts[1].seal([(1, 0, 16)])  # nothing was computed there
     pool.parts[1].copy(3, 1)
     assert bytes(pool.read(2, 1)[0]) == bytes(filled(2, 3))
     pool.close()

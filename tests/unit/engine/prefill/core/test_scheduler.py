@@ -135,7 +135,9 @@ class PrefillMachine(RuleBasedStateMachine):
             world.compute_layer(io)
         elif io == order[0]:
             step = world.steps[io]
-            if step.aborted or step.layers == LAYERS or not gives_up or io in world.cancelled:
+            if step.layers == LAYERS and not step.aborted and not step.sampled and gives_up % 2:
+                world.sample(io)
+            elif step.aborted or step.layers == LAYERS or not gives_up or io in world.cancelled:
                 world.end_step(io, aborted=step.layers < LAYERS)
 
     @precondition(lambda self: len(self.world.ios) > len(self.world.steps))

@@ -76,6 +76,29 @@ def test_what_a_step_says() -> None:
     ]
 
 
+def test_the_first_token_is_told_before_the_step_is_over() -> None:
+    """Once; the request goes on when the step's KV is in the pool."""
+    world = make_world()
+    world.arrive(20)
+    [io] = world.steps
+    while world.can_compute(io):
+        world.compute_layer(io)
+    world.now = 2.0
+    assert world.sample(io) == [actions.ReportFirstToken(1, 0, 0, 20, 0.0, 2.0, ())]
+    assert world.sample(io) == []
+    world.now = 3.0
+    world.end_step(io)
+    assert world.done[-1] == actions.EndRequest(1, actions.PrefillOutcome.DONE)
+    assert [type(action) for action in world.done].count(actions.ReportFirstToken) == 1
+
+
+def test_tokens_of_a_step_that_goes_on_with_a_prompt_tell_nothing() -> None:
+    world = make_world()
+    world.arrive(40)
+    assert world.post(events.TokensSampled(1)) == []
+    assert world.post(events.TokensSampled(7)) == [], "no such step"
+
+
 @pytest.mark.parametrize("tokens", [BT - 1, BT, BT + 1, 3 * BT - 1, 3 * BT, 3 * BT + 1])
 def test_a_cached_prefix_is_not_computed_but_the_last_token_is(tokens: int) -> None:
     """Of a prompt of full blocks that are all there, a step computes one token and writes nothing."""

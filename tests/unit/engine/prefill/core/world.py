@@ -5,7 +5,7 @@ read the same right contents from their begin to their end, and nobody writes wh
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from moonpool.base.kv.keys import BlockKey
@@ -66,7 +66,9 @@ class Flying:
     opened: int = -1
     layers: int = 0
     dropped: set[int] = field(default_factory=set)
+    counted: set[int] = field(default_factory=set)
     aborted: bool = False
+    sampled: bool = False
 
 
 class World:
@@ -240,16 +242,35 @@ class World:
                 is_read = not self.settings.states_alone or index == len(chunk.blocks) - 1
                 assert not is_read or self.memory[layer, block], f"block {index} of request {chunk.id} has no slot"
 
+    def sample(self, io: int) -> list[actions.Action]:
+        """All layers are computed: the tokens are told before the step ends."""
+        step = self.steps[io]
+        assert step.layers == LAYERS
+        step.sampled = True
+        told = {
+            request.id  # a sequence whose prefix is on its way may still be dropped
+            for request in self.core.steps.sampled(io)
+            if request.prefix.load is None and request.prefix.overtaken is None
+        }
+        self._count(step, [index for index, chunk in enumerate(step.order.chunks) if chunk.id in told])
+        return self.post(events.TokensSampled(io))
+
+    def _count(self, step: Flying, chunks: Iterable[int]) -> None:
+        for index in sorted(set(chunks) - step.dropped - step.counted):
+            step.counted.add(index)
+            chunk = step.order.chunks[index]
+            if self.clients[chunk.id].end is None:
+                self.clients[chunk.id].counted.append((chunk.start, chunk.end))
+
     def end_step(self, io: int, *, aborted: bool = False) -> None:
         """A step ends; the engine gives it up by itself where it was not told so."""
         step = self.steps.pop(io)
-        aborted = aborted or step.aborted
+        aborted = (aborted or step.aborted) and not step.sampled
         if aborted and step.layers < LAYERS:  # until now, the engine has computed the next layer
             for chunk in step.order.chunks:
                 self._compute(chunk, step.layers, garbage=True)
-        for index, chunk in enumerate(step.order.chunks):
-            if not aborted and index not in step.dropped and self.clients[chunk.id].end is None:
-                self.clients[chunk.id].counted.append((chunk.start, chunk.end))
+        if not (aborted or step.aborted):  # what is given up does not count, though its tokens came
+            self._count(step, range(len(step.order.chunks)))
         self.ios.pop(io)
         self.cancelled.discard(io)
         self.post(IoEnded(io, events.StepEnded(aborted, 0.01)))
