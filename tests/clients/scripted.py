@@ -22,6 +22,7 @@ import tokenizers
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.config import GatewayConfig
@@ -115,12 +116,12 @@ async def serve(folder: str, ready: Path, family: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     with ThreadPoolExecutor(1) as threads, response_store(config) as responses:
         backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-        texts = GatewayTokenizer(
-            MODEL, Tokenizer(backend, {"default": SPOKEN[family].template}), threads, ParserNames()
-        )
+        turns = TenantTurns(threads)
+        made = Tokenizer(backend, {"default": SPOKEN[family].template})
+        texts = GatewayTokenizer(MODEL, made, turns, ParserNames())
         client = scripted_conductor(folder, family).async_client()
-        bodies = body_reader(config, threads)
-        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, threads)
+        bodies = body_reader(config, turns)
+        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, turns)
         app = make_app(context, allowed_hosts(config))
         async with http_serving(app, config) as (_, port):
             written = ready.with_suffix(".new")
