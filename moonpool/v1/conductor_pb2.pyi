@@ -2599,9 +2599,51 @@ class RecentState(_message.Message):
 Global___RecentState: _TypeAlias = RecentState  # noqa: Y015
 
 @_typing.final
-class ClusterStateResponse(_message.Message):
-    """The state of the cluster."""
+class PoolDemand(_message.Message):
+    """The state of the cluster.
+    What the instances of one role have to do, as the conductor sees it.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    BACKLOG_S_FIELD_NUMBER: _builtins.int
+    FREE_SHARE_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    kind: _kv_pb2.InstanceKind.ValueType
+    """Prefill or decode."""
+    instances: _builtins.int
+    """Instances that take requests."""
+    pressure: _builtins.float
+    """Offered work as a share of what these can do within the limits; 1 = full."""
+    backlog_s: _builtins.float
+    """Mean predicted seconds until the prompts that wait are computed (prefill)."""
+    free_share: _builtins.float
+    """Share of the KV blocks that hold nothing that a request needs (decode)."""
+    wanted: _builtins.float
+    """Instances at which the pressure would be 0.8; at least 1."""
+    def __init__(
+        self,
+        *,
+        kind: _kv_pb2.InstanceKind.ValueType = ...,
+        instances: _builtins.int = ...,
+        pressure: _builtins.float = ...,
+        backlog_s: _builtins.float = ...,
+        free_share: _builtins.float = ...,
+        wanted: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "free_share", b"free_share", "instances", b"instances", "kind", b"kind", "pressure", b"pressure", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolDemand: _TypeAlias = PoolDemand  # noqa: Y015
+
+@_typing.final
+class ClusterStateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONDUCTOR_FIELD_NUMBER: _builtins.int
@@ -2611,6 +2653,7 @@ class ClusterStateResponse(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Requests can be served: at least one prefill and one decode instance."""
     @_builtins.property
@@ -2637,6 +2680,10 @@ class ClusterStateResponse(_message.Message):
     def loras(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.LoraAdapter]:
         """LoRA adapters that requests may ask for, in the order of their names."""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDemand]:
+        """What prefill and decode have to do."""
+
     def __init__(
         self,
         *,
@@ -2647,10 +2694,11 @@ class ClusterStateResponse(_message.Message):
         queue: Global___QueueState | None = ...,
         recent: Global___RecentState | None = ...,
         loras: _abc.Iterable[_kv_pb2.LoraAdapter] | None = ...,
+        pools: _abc.Iterable[Global___PoolDemand] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "loras", b"loras", "model", b"model", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "loras", b"loras", "model", b"model", "pools", b"pools", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
