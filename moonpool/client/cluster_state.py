@@ -22,7 +22,7 @@ class InstanceInfo:
     """An instance according to the conductor. A kvstore alone has `tiers`.
 
     Decode alone counts `preemptions`, and guesses of tokens that were checked (`draft_tokens`) and accepted. A decode
-    instance in the role both has `computes_prompts`.
+    instance in the role both has `computes_prompts`. `version` and `commit` are the program's; "" if not told.
     """
 
     id: str
@@ -43,6 +43,8 @@ class InstanceInfo:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     computes_prompts: bool = False
+    version: str = ""
+    commit: str = ""
 
     @property
     def role(self) -> str:

@@ -241,6 +241,8 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         draft_tokens=load.draft_tokens,
         accepted_tokens=load.accepted_tokens,
         computes_prompts=state.computes_prompts,
+        version=state.version,
+        commit=state.commit,
     )
 
 

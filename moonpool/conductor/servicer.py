@@ -253,6 +253,8 @@ class ConductorServicer:
                 indexed_blocks=self.core.cluster.index.held(member.id),
                 total_blocks=member.total_blocks,
                 computes_prompts=member.computes_prompts,
+                version=member.version,
+                commit=member.commit,
             )
             for member in registry
         ]

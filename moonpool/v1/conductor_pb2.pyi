@@ -1308,6 +1308,8 @@ class JoinHello(_message.Message):
     ARRIVAL_ORDER_FIELD_NUMBER: _builtins.int
     COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
     IN_PLACE_ROLE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1338,6 +1340,10 @@ class JoinHello(_message.Message):
     """An engine that obeys a `RoleOrder` without ending: it drains, leaves, and joins again in the other role with its weights
     and its pool.
     """
+    version: _builtins.str
+    """Version of Moonpool, such as "1.4.2". Versions of a cluster are at most one minor apart. Empty = not told, any is taken."""
+    commit: _builtins.str
+    """Commit that the program was built from; empty = not told."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1379,10 +1385,12 @@ class JoinHello(_message.Message):
         arrival_order: _builtins.bool = ...,
         computes_prompts: _builtins.bool = ...,
         in_place_role: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        commit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "computes_prompts", b"computes_prompts", "either_role", b"either_role", "http_address", b"http_address", "in_place_role", b"in_place_role", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "commit", b"commit", "computes_prompts", b"computes_prompts", "either_role", b"either_role", "http_address", b"http_address", "in_place_role", b"in_place_role", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2371,12 +2379,18 @@ class InstanceState(_message.Message):
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
     indexed_blocks: _builtins.int
     """Blocks the index lists for it."""
     total_blocks: _builtins.int
     """KV blocks in its pool."""
     computes_prompts: _builtins.bool
     """A decode instance in the role both, which computes whole prompts."""
+    version: _builtins.str
+    """Version of Moonpool there; empty = not told."""
+    commit: _builtins.str
+    """Commit that the program was built from; empty = not told."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who."""
@@ -2393,10 +2407,12 @@ class InstanceState(_message.Message):
         indexed_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         computes_prompts: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        commit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computes_prompts", b"computes_prompts", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "computes_prompts", b"computes_prompts", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "total_blocks", b"total_blocks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
