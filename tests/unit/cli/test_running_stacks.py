@@ -198,7 +198,7 @@ def test_a_data_folder_is_held_against_stacks_whose_records_are_elsewhere(
 def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(ConfigError, match="data_dir: .* cannot be used"),
+        pytest.raises(ConfigError, match=r"data_dir: .* cannot be used"),
         recorded_stack(tmp_path / "file" / "data", "m"),
     ):
         pass
