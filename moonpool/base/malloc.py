@@ -7,7 +7,7 @@ import ctypes
 REST_S = 20.0
 """How often a process looks whether it is at rest."""
 REST_SHARE = 0.1
-"""Share of a processor that a process at rest uses at most: to hand memory back takes a processor, and holds threads."""
+"""Share of a processor that a process at rest uses at most: handing memory back takes a processor and locks."""
 KEPT_BYTES = 64 << 20
 """Memory beyond that of the last rest that a process keeps."""
 
