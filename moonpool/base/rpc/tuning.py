@@ -11,7 +11,6 @@ import ctypes
 import gc
 import os
 import resource
-import time
 from typing import Any
 
 from moonpool.base import world
@@ -104,10 +103,10 @@ def tune_malloc() -> bool:
 async def hand_freed_memory_back() -> None:
     """Hand freed memory back whenever the process is at rest, until cancelled."""
     use = world.CURRENT.get().usage
-    freed = FreedMemory(time.process_time(), use.resident_bytes())
+    freed = FreedMemory(use.processor_s(), use.resident_bytes())
     while True:
         await asyncio.sleep(REST_S)
-        if freed.is_due(time.process_time(), use.resident_bytes()):
+        if freed.is_due(use.processor_s(), use.resident_bytes()):
             await asyncio.to_thread(release_memory)
             freed.handed_back(use.resident_bytes())
 
