@@ -40,6 +40,8 @@ from moonpool.base.sizes import format_size, parse_size
 ENV_PREFIX = "MOONPOOL_"
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 """Packages of the extra `engine`, which prefill and decode need."""
+EXTRA_ADVICE = "install Moonpool with its extra `{}` (docs/install.md)"
+"""What to do where an extra's packages are missing."""
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104
 """Hosts that stand for all addresses of this machine."""

@@ -23,7 +23,7 @@ from moonpool.base.checkpoint import (
 from moonpool.base.checkpoint.named_models import cache_folder
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.checkpoint.weight_file import in_use
-from moonpool.base.config import ENGINE_PACKAGES
+from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.keys import namespace
 from moonpool.base.kv.layout import KVLayout
@@ -182,7 +182,7 @@ def check_engine_installed() -> None:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 "engine",
-                f"computing needs {package}, which is not installed: pip install 'moonpool[engine]'; or emulate the "
+                f"computing needs {package}, which is not installed: {EXTRA_ADVICE.format('engine')}; or emulate the "
                 f"compute with --engine {SCHEME}PROFILE",
             )
 
