@@ -109,7 +109,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         compute = EmulatedCompute(*emulated, decode, declared.vocab_size, ends, _emulation_noise(config))
         return _emulated_setup(config, folder, declared, stages, compute)
     check_engine_installed()
-    model = declared if config.model_impl == "auto" else load_config(folder, config.model_impl)
+    model = load_config(folder, config.model_impl, config.max_model_len)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
