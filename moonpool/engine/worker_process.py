@@ -1,4 +1,4 @@
-"""The process of one pipeline stage: its start, its channel, and why it ended."""
+"""The process of one rank of a pipeline stage: its start, its channel, and why it ended."""
 
 import contextlib
 import os
@@ -24,14 +24,17 @@ stop a writer of another process group."""
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One stage's process and this end of the channel."""
+    """The process of a stage's rank and this end of the channel. `alone`: the stage has no other ranks."""
 
     stage: int
     process: ChildProcess
     channel: AsyncChannel
+    rank: int = 0
+    alone: bool = True
 
     def __str__(self) -> str:
-        return f"engine stage {self.stage} (process {self.process.pid})"
+        rank = "" if self.alone else f" rank {self.rank}"
+        return f"engine stage {self.stage}{rank} (process {self.process.pid})"
 
 
 def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
@@ -55,15 +58,18 @@ def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
 
 
 def spawn_worker(
-    module: str, launcher: Launcher, pool_fd: int, env: dict[str, str]
+    module: str, launcher: Launcher, pool_fd: int, page_fd: int, env: dict[str, str]
 ) -> tuple[ChildProcess, socket.socket]:
-    """Start one worker; return the worker and our end of the channel."""
+    """Start one worker; return the worker and our end of the channel. `page_fd`: -1 = the stage has one rank."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, _signals_blocked():
-            arguments = ["--channel", str(theirs.fileno()), "--pool", str(pool_fd)]
+            descriptors = {"--channel": theirs.fileno(), "--pool": pool_fd}
+            if page_fd >= 0:
+                descriptors["--page"] = page_fd
+            arguments = [word for name, number in descriptors.items() for word in (name, str(number))]
             # Standard output belongs to the process that started this one.
-            program = Program(module, arguments, env, stdout=2, stderr=2, pass_fds=(theirs.fileno(), pool_fd))
+            program = Program(module, arguments, env, stdout=2, stderr=2, pass_fds=tuple(descriptors.values()))
             process = launcher(program)
     except BaseException:
         ours.close()

@@ -35,6 +35,7 @@ from moonpool.engine.models.native_step import NativeLayers, Progress, StepInput
 from moonpool.engine.models.pooling_head import LENGTH_ONE
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
+from moonpool.engine.models.shards import vocabulary_of_rank
 from moonpool.engine.models.weights import (
     NO_NOTES,
     AttentionWeights,
@@ -44,13 +45,20 @@ from moonpool.engine.models.weights import (
     PerLayerWeights,
     WeightNotes,
 )
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.weights.linear import Linear
+
+_LOGITS = 1
+"""First of the words by which the first rank asks the others for logits; then the number of rows."""
+SAMPLED = 0
+"""First of the words by which the first rank says that tokens are chosen."""
 
 
 class StageModel:
     """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
+    `ranks`: the other processes that compute parts of the same layers; None: there are none.
     `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
     "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
     the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`. `pooling_head`: what
@@ -75,7 +83,9 @@ class StageModel:
         int8_head: Int8Head | None = None,
         deterministic: bool = False,
         notes: WeightNotes = NO_NOTES,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks, self._whole = ranks, _as_they_are if ranks is None else ranks.sum
         self.config = config
         self.changed_weights, self.mapped_bytes = notes.changed, notes.mapped_bytes
         self.layer_begin = layer_begin
@@ -96,7 +106,10 @@ class StageModel:
         self._whole_layer = config.decoder.whole_layer
         self.undo = StateUndo()
         self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
-        runs, self.not_native = native_layers(config, layer_begin, self.layers)
+        if ranks is None:
+            runs, self.not_native = native_layers(config, layer_begin, self.layers)
+        else:
+            runs, self.not_native = [], [f"{ranks.ranks} ranks"] * len(self.layers)
         self._runs = {layer: run for run in runs for layer in range(run.index, run.end)}
         whole = len(runs) == 1 and len(self._runs) == len(self.layers)
         self._one_call = runs[0] if whole else None
@@ -255,7 +268,12 @@ class StageModel:
         """
         if self.head is None:  # a model that only pools answers every prompt with the first token
             return torch.zeros(rows.shape[0], self.config.vocab_size, device=self.device)
-        logits = self.head(self.normed(rows), deterministic=self.deterministic, wide=True, out=out)
+        rows = self.normed(rows)
+        if self.ranks is None:
+            logits = self.head(rows, deterministic=self.deterministic, wide=True, out=out)
+        else:
+            self.ranks.tell([_LOGITS, len(rows)])
+            logits = self._gathered(self.ranks, self.head, rows, len(rows))
         decoder = self.config.decoder
         if decoder.logits_factor != 1.0:
             logits *= decoder.logits_factor
@@ -263,6 +281,22 @@ class StageModel:
             logits = elementwise(torch.tanh, logits.div_(decoder.logits_soft_cap), deterministic=self.deterministic)
             logits *= decoder.logits_soft_cap
         return logits
+
+    @in_inference_mode
+    def assist(self) -> list[int]:
+        """Compute logits with the first rank until it has told something else, and return that; other ranks only."""
+        assert self.ranks is not None
+        while (words := self.ranks.hear())[0] == _LOGITS:
+            assert self.head is not None
+            self._gathered(self.ranks, self.head, None, words[1])
+        return words
+
+    def _gathered(self, ranks: Ranks, head: Linear, rows: Tensor | None, count: int) -> Tensor:
+        """Return logits [count, vocab], on the first rank; each rank computes those of some tokens."""
+        rows = ranks.share(rows, (count, self.config.hidden_size), self.dtype)
+        part = head(rows, deterministic=self.deterministic, wide=True)
+        widths = [len(vocabulary_of_rank(self.config.vocab_size, rank, ranks.ranks)) for rank in range(ranks.ranks)]
+        return ranks.gather(part, widths)
 
     @in_inference_mode
     def pooled(self, hidden: Tensor, batch: PackedBatch, indices: Sequence[int]) -> Tensor:
@@ -343,7 +377,7 @@ class StageModel:
         if index == self._whole_layer:
             batch = batch.without_slots()
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
-        added = self._over_tokens(weights, normed, batch, kv, scales)
+        added = self._whole(self._over_tokens(weights, normed, batch, kv, scales))
         if weights.attention_out_norm is not None:
             added = weights.attention_out_norm(added)
         if spec.residual_factor != 1.0:
@@ -356,9 +390,9 @@ class StageModel:
         else:
             inner = hidden.add_(added)
         if isinstance(weights.feed_forward, DenseAndExperts):
-            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic)
+            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic, whole=self._whole)
         else:
-            added = weights.feed_forward(inner, deterministic=self.deterministic)
+            added = self._whole(weights.feed_forward(inner, deterministic=self.deterministic))
         if weights.feed_forward_out_norm is not None:
             added = weights.feed_forward_out_norm(added)
         if spec.residual_factor != 1.0:
@@ -508,6 +542,11 @@ class StageModel:
             kv, tables, batch.query_start, batch.context_lens,
             deterministic=self.deterministic, window=spec.window, chunked=spec.chunked,
         )  # fmt: skip
+
+
+def _as_they_are(part: Tensor) -> Tensor:
+    """Return what a stage without ranks has computed: the sum over its ranks."""
+    return part
 
 
 def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:
