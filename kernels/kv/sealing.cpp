@@ -8,7 +8,7 @@
 
 namespace {
 
-// Struct Seal of sealing.py: bytes to be hashed, and where their hash is kept.
+// Bytes to be hashed, and where their hash is kept.
 struct Seal {
     const void* data;
     uint64_t nbytes;
