@@ -68,8 +68,6 @@ def _why_not(layer: LayerSpec, ranks: int) -> Iterator[str]:
         yield f"{attention.num_heads} heads"
     if attention.num_kv_heads % ranks and ranks % attention.num_kv_heads:
         yield f"{attention.num_kv_heads} heads of keys and values"
-    if attention.qk_norm is not None and attention.qk_norm_over == "all":
-        yield "a norm over all heads"
     inner = {"inner states": network.inner if experts is None or experts.beside else 0}
     if experts is not None:
         inner |= {"inner states of an expert": experts.inner, "inner states of the shared expert": experts.shared_inner}

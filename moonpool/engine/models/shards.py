@@ -64,7 +64,7 @@ def _by_outputs(layer: LayerSpec) -> dict[str, Units]:
     q, kv = attention.num_heads, attention.num_kv_heads
     found: dict[str, Units] = {"q": (q,), "k": (kv,), "v": (kv,), "attention_gate": (q,), "qkv": (q, kv, kv)}
     found |= {"sinks": (q,), "q_b": (q,), "kv_b": (q,), "k_b": (q,), "v_b": (q,)}
-    if attention.qk_norm_over == "heads":
+    if attention.qk_norm_over != "head":
         found |= {"q_norm": (q,), "k_norm": (kv,)}
     found |= dict(_networks("", network.inner))
     if experts is not None:

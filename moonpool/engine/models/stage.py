@@ -439,10 +439,10 @@ class StageModel:
         if weights.v_norm is not None:
             v = weights.v_norm(v)
         if not spec.qk_norm_last:
-            qk = _normed_heads(weights, spec, qk)
+            qk = _normed_heads(weights, spec, qk, self.ranks)
         qk = self._rotated(spec, qk, batch)
         if spec.qk_norm_last:
-            qk = _normed_heads(weights, spec, qk)
+            qk = _normed_heads(weights, spec, qk, self.ranks)
         stored = (qk[:, heads:], v) if spec.kv_of is None else None
         attended = self._attended(spec, qk[:, :heads], stored, batch, kv, scales, sinks=weights.sinks)
         if spec.output_gate:
@@ -549,10 +549,12 @@ def _as_they_are(part: Tensor) -> Tensor:
     return part
 
 
-def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:
+def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, ranks: Ranks | None) -> Tensor:
     """Return queries and keys [T, heads + kv_heads, head_dim] with their norms."""
     if weights.q_norm is None:
         return qk
+    if ranks is not None and spec.qk_norm_over == "all":
+        return _normed_over_ranks(weights, spec, qk, ranks)
     parts = []
     for part, norm in ((qk[:, : spec.num_heads], weights.q_norm), (qk[:, spec.num_heads :], weights.k_norm)):
         if norm is None:  # keys are another layer's
@@ -564,6 +566,21 @@ def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) ->
         else:
             parts.append(norm(part.reshape(-1, spec.head_dim)).view(part.shape))
     return torch.cat(parts, dim=1)
+
+
+def _normed_over_ranks(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, ranks: Ranks) -> Tensor:
+    """As `_normed_heads`, with norms over the heads of all ranks.
+
+    A head of several ranks counts as often in the squares' sum as in their number.
+    """
+    norms, parts = (weights.q_norm, weights.k_norm), qk.split([spec.num_heads, qk.shape[1] - spec.num_heads], 1)
+    squares = ranks.sum(torch.stack([part.float().square().sum((1, 2)) for part in parts]))
+    found = []
+    for part, norm, square in zip(parts, norms, squares, strict=True):
+        flat = part.flatten(1)
+        assert norm is not None
+        found.append(norm.with_mean_square(flat, square[:, None] / (flat.shape[1] * ranks.ranks)).view(part.shape))
+    return torch.cat(found, dim=1)
 
 
 def _by_head(rows: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:

@@ -1,0 +1,71 @@
+"""Every family over ranks: greedy float32 tokens, KV and hashes are those of one process, which are transformers'."""
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import UnsupportedModel
+from moonpool.base.families.ranks import check_ranks
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import SequenceStep, Step
+from tests.unit.engine.models.test_families import CASES, reference
+from tests.unit.engine.ranks import SIZE, RankedStages, ranked
+
+PROMPT = [7 + number * 13 % 90 for number in range(2 * SIZE + 9)]
+TABLE = (4, 1, 6, 2, 7)
+RECURRENT = ("granite, hybrid", "granite, hybrid, dense", "kimi_linear", "lfm2", "lfm2, biases", "lfm2_moe")
+RECURRENT += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+QUICK = ("falcon, new", "gemma4, shared KV", "gpt2", "gpt_oss", "deepseek_v2, groups", "olmo2")
+"""Grouped projections, layers of other layers' KV, inputs first, experts in one tensor, MLA, norms over all heads."""
+
+
+def answer(stages: RankedStages, new: int) -> list[int | None]:
+    """Greedy tokens behind a prompt in two chunks."""
+    parts = [SequenceStep(array("i", PROMPT[: 2 * SIZE]).tobytes(), 0, TABLE[:2])]
+    parts.append(SequenceStep(array("i", PROMPT[2 * SIZE :]).tobytes(), 2 * SIZE, TABLE[:3], SampleSpec()))
+    stages.run(Step(1, (parts[0],), layer_events=True))
+    tokens = list(stages.run(Step(2, (parts[1],), layer_events=True)).sampled)
+    while len(tokens) < new:
+        step_id, start = len(tokens) + 2, len(PROMPT) + len(tokens) - 1
+        last = array("i", [tokens[-1]]).tobytes()  # type: ignore[list-item]
+        tokens += stages.run(Step(step_id, (SequenceStep(last, start, TABLE, SampleSpec()),))).sampled
+    return tokens
+
+
+def kv(stages: RankedStages) -> list[tuple[bytes, int]]:
+    """Slices of full blocks, with their hashes."""
+    slices = [stages.pool.read(layer, block) for layer in range(stages.pool.layout.layers) for block in TABLE[:2]]
+    return [(bytes(data), value) for data, value in slices]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES if case not in RECURRENT],
+)
+def test_tokens_and_kv_are_those_of_one_process(case: str, ranks: int, tmp_path: Path) -> None:
+    reference(*CASES[case]).save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    try:
+        check_ranks(config.decoder, ranks, config.architecture)
+    except UnsupportedModel as error:
+        assert ranks == 4, error
+        pytest.skip(str(error))
+    with ranked(tmp_path, 1) as alone, ranked(tmp_path, ranks) as several:
+        assert answer(several, 6) == answer(alone, 6)
+        assert several.layers() == alone.layers()
+        for data, value in kv(several):
+            assert value == slice_hash(data)
+            assert any(data)
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_layers_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    reference(*CASES[case]).save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match="recurrent state") as refused:
+        check_ranks(config.decoder, 2, config.architecture)
+    assert refused.value.field == "tensor_parallel_size"
