@@ -12,7 +12,7 @@ from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.dialer import DIALER_METRICS
 from moonpool.base.transport.listener import LISTENER_METRICS
-from moonpool.conductor.prediction_metrics import PredictionMetrics
+from moonpool.conductor.request_metrics import EndedRequests
 from moonpool.conductor.servicer import CONDUCTOR_METRICS
 from moonpool.engine.decode.run_loop import SOURCE_METRICS
 from moonpool.engine.decode.service import DECODE_METRICS
@@ -87,7 +87,7 @@ def _families(service: str) -> Iterable[MetricFamily]:
     metrics = PrometheusMetrics(service)
     match service:
         case "conductor":
-            PredictionMetrics(metrics)
+            EndedRequests(metrics)
         case "kvstore":
             StoreObserver(metrics)
         case "gateway":

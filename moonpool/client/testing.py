@@ -29,6 +29,7 @@ def answer(
     reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_STOP,
     prompt_tokens: int = 1,
     cached_tokens: int = 0,
+    loaded_tokens: int = 0,
     from_position: int = 0,
     seed: int = 0,
 ) -> list[pb.GenerateResponse]:
@@ -46,7 +47,12 @@ def answer(
         deltas[-1].reason = reason
     finished = pb.Finished(
         reason=reason,
-        usage=pb.Usage(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=len(tokens)),
+        usage=pb.Usage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=len(tokens),
+            loaded_tokens=loaded_tokens,
+        ),
         timing=pb.Timing(ttft_s=0.01, tpot_s=0.001, e2e_s=0.02),
         placement=placement,
     )

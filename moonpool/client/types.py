@@ -110,11 +110,19 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens. `cached_tokens` are prompt tokens with reused KV; 0 for a resumed stream."""
+    """Counts of tokens.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: prompt tokens with reused KV; 0 for a resumed stream.
+        completion_tokens: tokens of all answers.
+        loaded_tokens: of `cached_tokens`, those whose KV was loaded from kvstores and other instances.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    loaded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

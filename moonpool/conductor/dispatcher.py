@@ -53,6 +53,7 @@ from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.instance_calls import InstanceCalls
 from moonpool.conductor.output_queue import OutputQueue
 from moonpool.conductor.proto_conversion import candidate_proto, error_of, placement_proto
+from moonpool.conductor.request_metrics import refusal_reason
 from moonpool.conductor.request_reports import RequestReports
 from moonpool.conductor.request_validator import RequestValidator
 from moonpool.conductor.resume import read_resume
@@ -316,13 +317,15 @@ class Dispatcher:
                 return
             case FailRequest(_, failure, refused, candidates):
                 if refused:
-                    self._reports.refused(request_id, stream.spec.tenant, str(failure), candidates)
+                    reason = refusal_reason(failure)
+                    self._reports.refused(request_id, stream.spec.tenant, reason, str(failure), candidates)
                 else:
-                    self._reports.failed(stream, str(failure))
+                    self._reports.failed(stream, failure.kind, str(failure))
                 stream.outgoing.end(error_of(failure))
             case DropRequest():
                 if self._clock() > stream.spec.deadline - DEADLINE_MARGIN_S:
-                    self._reports.failed(stream, "the request took longer than it may")
+                    message = "the request's time is over; the client has left"
+                    self._reports.failed(stream, FailureKind.DEADLINE, message)
                 else:
                     self._reports.cancelled(stream)
                 stream.outgoing.end()

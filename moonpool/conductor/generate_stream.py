@@ -153,6 +153,7 @@ class GenerateStream:
                 prompt_tokens=len(self.request.prompt),
                 cached_tokens=self.history.cached_tokens,
                 completion_tokens=self.tokens,
+                loaded_tokens=self.history.loaded_tokens,
             ),
             timing=conductor_pb2.Timing(
                 ttft_s=self.ttft_s,

@@ -23,6 +23,7 @@ class RequestHistory:
         attempts: what is known of each placement.
         timeline: what is known of the request, without usage and times.
         cached_tokens: tokens of the prompt that were not computed.
+        loaded_tokens: of these, those loaded from kvstores and other instances.
         transport: name of the transport that takes the prompt's KV to decode.
         queue_s, prefill_s: of the prefill that gave the first token.
         first_token_at, last_token_at: times of the first and the last new token.
@@ -39,7 +40,7 @@ class RequestHistory:
         self._opened_by = ""  # sequence that gave the first token
         self.timeline = conductor_pb2.Timeline(tenant=request.spec.tenant)
         self.timeline.arrived_at = wall_clock() - (clock() - request.spec.arrived)
-        self.cached_tokens = 0
+        self.cached_tokens = self.loaded_tokens = 0
         self.transport = ""
         self.queue_s = self.prefill_s = 0.0
         self.first_token_at = self.last_token_at = 0.0
@@ -90,6 +91,7 @@ class RequestHistory:
     def opened(self, first: prefill_pb2.FirstToken) -> None:
         """Keep the figures of the prefill that gave the first token."""
         self.cached_tokens = min(first.local_tokens + first.loaded_tokens, self._prompt_tokens)
+        self.loaded_tokens = min(first.loaded_tokens, self.cached_tokens)
         self.queue_s, self.prefill_s, self.transport = first.queue_s, first.prefill_s, first.transport
 
     def computed_at_decode(self, held_blocks: int, *, begun: bool) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.conductor.core.failures import FailureKind
 from moonpool.conductor.core.hindsight import Hindsight
 from moonpool.conductor.decision_log import DecisionLog
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.placement.base import PrefillChoice
-from moonpool.conductor.prediction_metrics import PredictionMetrics
 from moonpool.conductor.recent_requests import RecentRequests
+from moonpool.conductor.request_metrics import EndedRequests
 from moonpool.conductor.trace_recording import TraceRecording
 
 log = get_logger(__name__)
@@ -23,14 +24,14 @@ class RequestReports:
 
     Attributes:
         decisions: for `Explain`.
-        predictions: for the metrics.
+        metrics: for Prometheus.
         recent: for the cluster's state.
         recording: the trace recording; None if none is wanted.
         hindsight: what placements have lost.
     """
 
     decisions: DecisionLog
-    predictions: PredictionMetrics
+    metrics: EndedRequests
     recent: RecentRequests
     recording: TraceRecording | None
     hindsight: Hindsight
@@ -43,32 +44,40 @@ class RequestReports:
         """The first new token has come."""
         self.decisions.first_token(stream.spec.id, stream.ttft_s, stream.history.transport)
         if not stream.spec.deferred:  # their first tokens come with the last ones
-            self.predictions.first_token(stream)
+            self.metrics.first_token(stream)
 
     def delivered(self, stream: GenerateStream) -> None:
         """The KV has arrived at decode: a short answer may have ended before."""
+        if stream.history.attempts:
+            self.metrics.delivered(stream.history.attempts[-1].transfer_tail_s)
         if self.decisions.has_ended(stream.spec.id):
             self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.history.attempts)
 
-    def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
-        """The request is refused, by the core or before reaching the core."""
-        log.info("refused", request=request_id, tenant=tenant, reason=reason)
-        self.decisions.refused(request_id, tenant, reason, candidates)
-        self.recent.add_refused(request_id, tenant, reason)
+    def refused(
+        self, request_id: str, tenant: str, reason: str, message: str, candidates: Iterable[PrefillChoice] = ()
+    ) -> None:
+        """The request is refused, by the core or before reaching the core; `reason` is machine-readable."""
+        log.info("refused", request=request_id, tenant=tenant, reason=message, code=reason)
+        self.metrics.refused(reason)
+        self.decisions.refused(request_id, tenant, message, candidates)
+        self.recent.add_refused(request_id, tenant, message)
 
     def completed(self, stream: GenerateStream) -> None:
         """The request is answered; `ended` follows."""
         self.decisions.complete(stream.spec.id, stream.tpot_s)
-        self.predictions.complete(stream)
+        self.metrics.complete(stream)
         self.recent.add(stream.spec.id, stream.timeline(over=True))
 
-    def failed(self, stream: GenerateStream, reason: str) -> None:
+    def failed(self, stream: GenerateStream, kind: FailureKind, reason: str) -> None:
         """The request has no whole answer, and was neither refused nor cancelled; `ended` follows."""
+        log.info("failed", request=stream.spec.id, tenant=stream.spec.tenant, kind=kind.name.lower(), reason=reason)
+        self.metrics.failed(kind)
         self.decisions.unanswered(stream.spec.id, failed=reason)
         self.recent.add_unanswered(stream.spec.id, stream.timeline(over=True), failed=reason)
 
     def cancelled(self, stream: GenerateStream) -> None:
         """The client stopped the request, or left, before the answer was whole; `ended` follows."""
+        self.metrics.cancelled()
         self.decisions.unanswered(stream.spec.id, cancelled=True)
         self.recent.add_unanswered(stream.spec.id, stream.timeline(over=True), cancelled=True)
 

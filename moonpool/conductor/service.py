@@ -41,10 +41,10 @@ from moonpool.conductor.endpoint_picker import EndpointPicker
 from moonpool.conductor.instance_calls import InstanceCalls
 from moonpool.conductor.loras import LoraAdapters, read_settings_loras
 from moonpool.conductor.placement.policies.registry import load_decode_policy, load_policy, seed_of
-from moonpool.conductor.prediction_metrics import PredictionMetrics
 from moonpool.conductor.recent_requests import RecentRequests
 from moonpool.conductor.records import RecordSync
 from moonpool.conductor.registry import Registry
+from moonpool.conductor.request_metrics import EndedRequests
 from moonpool.conductor.request_reports import RequestReports
 from moonpool.conductor.request_validator import RequestValidator
 from moonpool.conductor.servicer import ConductorParts, ConductorServicer
@@ -166,7 +166,7 @@ async def assembled(
         calls = InstanceCalls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(EXPLAINED_REQUESTS, config.policy), RecentRequests(clock)
-        reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording, core.cluster.hindsight)
+        reports = RequestReports(decisions, EndedRequests(metrics), recent, recording, core.cluster.hindsight)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
         sync = RecordSync(channels, stores)
         stack.push_async_callback(sync.aclose)

@@ -16,7 +16,14 @@ import grpc
 
 from moonpool.base import world
 from moonpool.base.cluster.proto_conversion import selection_from_proto
-from moonpool.base.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unavailable
+from moonpool.base.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MoonpoolError,
+    Overloaded,
+    PermissionDenied,
+    Unavailable,
+)
 from moonpool.base.rpc.roles import is_client, tenant_of
 from moonpool.base.rpc.stream_writes import bare_write, write_each
 from moonpool.base.scheduling.fair_share import may_admit
@@ -31,6 +38,7 @@ from moonpool.conductor.dispatcher import Dispatcher
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.join_server import JoinServer
 from moonpool.conductor.loras import LoraAdapters
+from moonpool.conductor.proto_conversion import failure_of
 from moonpool.conductor.queue_state import queue_state
 from moonpool.conductor.request_reports import RequestReports
 from moonpool.conductor.request_validator import session_from_proto, weight_of
@@ -40,6 +48,10 @@ _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, condu
 QUEUE_FULL_RETRY_S = 1.0
 MAX_ANNOUNCED = 1024
 """Most prompts that a call announces."""
+TELL_MARGIN_S = 0.2
+"""Seconds before the client's own time limit at which a request fails, so that the client hears what was waited for."""
+TELL_MARGIN = 0.1
+"""The same as a share of short time limits."""
 REPLACED_CALL_S = 1.0
 """Seconds until a call ends, after another call of the same client has taken the request over."""
 TRACEPARENT = "traceparent"
@@ -102,19 +114,21 @@ class ConductorServicer:
         request_id = request.request_id or world.random_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")
-        deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
+        limit_s = min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
+        deadline = arrived + limit_s
+        core_deadline = deadline - min(TELL_MARGIN_S, TELL_MARGIN * limit_s)
         try:
             call = self._enter(request, request_id)
         except Overloaded as error:
-            self._reports.refused(request_id, request.tenant, str(error))
+            self._reports.refused(request_id, request.tenant, error.reason, str(error))
             raise
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
                 if call.stream is not None:
                     await self._send(call, call.stream, deadline, context)
                 else:
-                    message, used = await self._contexts.expand(request, deadline - self._clock())
-                    call.stream = stream = await self._dispatcher.open(message, request_id, arrived, deadline)
+                    stream, used = await self._open(request, request_id, arrived, core_deadline)
+                    call.stream = stream
                     self.resumed += stream.request.resume is not None
                     self._tell_watchers(stream)
                     await self._send(call, stream, deadline, context)
@@ -124,6 +138,17 @@ class ConductorServicer:
             self.served += self._calls.get(request_id) is call
         finally:
             self._leave(request_id, call)
+
+    async def _open(
+        self, request: conductor_pb2.GenerateRequest, request_id: str, arrived: float, deadline: float
+    ) -> tuple[GenerateStream, Callable[[int], None] | None]:
+        """Hand a request to the core; return also what to call with the request's cached tokens at the end."""
+        try:
+            message, used = await self._contexts.expand(request, deadline - self._clock())
+            return await self._dispatcher.open(message, request_id, arrived, deadline), used
+        except MoonpoolError as error:
+            self._reports.refused(request_id, request.tenant, failure_of(error).kind.name.lower(), str(error))
+            raise
 
     def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _OpenCall:
         """Add a call to the open ones. A call that resumes an open request gets that request's stream."""
@@ -157,7 +182,7 @@ class ConductorServicer:
             async with asyncio.timeout(deadline - self._clock()) as call.limit:
                 await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
-            raise DeadlineExceeded("the request took longer than it may") from None
+            raise DeadlineExceeded("the request's time is over; the client was slow to take the answer") from None
         finally:
             self._dispatcher.client_left(stream, outgoing)
 

@@ -124,7 +124,7 @@ def make_app(gateway: ResponsesContext, hosts: AllowedHosts, allowed_origins: Se
     Web pages from `allowed_origins` may use the application; "*" stands for all.
     """
     errors = ErrorHandlers(gateway.metrics.refused, {row.path: row.error_body for row in ROUTES})
-    middleware = [Middleware(RequestEnvelope, hosts)]
+    middleware = [Middleware(RequestEnvelope, hosts, gateway.metrics.http.ended, gateway.metrics.clock)]
     if allowed_origins:
         cors = Middleware(
             CORSMiddleware,

@@ -22,6 +22,7 @@ from tests.integration.stack import CheckedStack
 from tests.integration.test_cli import environment
 from tests.integration.test_start import Executed
 
+ROOT = Path(__file__).parents[2]
 MODULES = (
     *("blake3", "cryptography", "gguf", "grpc", "jinja2", "llguidance", "lmdb", "numpy", "pydantic", "safetensors"),
     *("setproctitle", "structlog", "tokenizers", "torch", "typer", "uvloop", "xxhash", "yaml"),
@@ -40,11 +41,13 @@ sys.exit(main())
 class Hostile:
     """A folder of modules, each of which leaves a mark and fails when it is imported."""
 
-    def __init__(self, folder: Path, marks: Path, packages: Sequence[str] = PACKAGES) -> None:
+    def __init__(
+        self, folder: Path, marks: Path, packages: Sequence[str] = PACKAGES, modules: Sequence[str] = MODULES
+    ) -> None:
         self.folder, self._marks = folder, marks
         folder.mkdir(exist_ok=True)
         marks.mkdir(exist_ok=True)
-        for name in MODULES:
+        for name in modules:
             (folder / f"{name}.py").write_text(self._code(name))
         for name in packages:
             (folder / name).mkdir()
@@ -112,11 +115,33 @@ def test_each_program_starts(module: str, hostile: Hostile, tmp_path: Path) -> N
 def test_the_command_serves_the_model_of_a_hostile_folder(tmp_path: Path) -> None:
     """A model's folder is where people start: with a file that has the name of a library, and one beside the script."""
     model, commands = (Hostile(tmp_path / name, tmp_path / "marks", packages) for name, packages in FOLDERS.items())
+    lines = lines_of_serve(model, commands, {})
+    assert any(line.startswith("ready") for line in lines), "".join(lines)
+    assert model.run() == []
+
+
+@pytest.mark.slow
+def test_an_empty_part_of_pythonpath_is_not_the_working_folder(tmp_path: Path) -> None:
+    """For all that comes after Python's own start: `PYTHONPATH=$PYTHONPATH:/my/code` where the variable was not set.
+
+    The checkout goes first, as site-packages does not: Python would take `moonpool` before the command begins.
+    """
+    before = ("sitecustomize", "usercustomize")
+    modules = [name for name in MODULES if name not in before]
+    model = Hostile(tmp_path / "model", tmp_path / "marks", modules=modules)
+    commands = Hostile(tmp_path / "commands", tmp_path / "marks", ())
+    lines = lines_of_serve(model, commands, {"PYTHONPATH": f"{ROOT}::/nothing", "LD_LIBRARY_PATH": ":/nothing"})
+    assert any(line.startswith("ready") for line in lines), "".join(lines)
+    assert model.run() == []
+
+
+def lines_of_serve(model: Hostile, commands: Hostile, more: dict[str, str]) -> list[str]:
+    """Serve the bundled model's copy in a hostile folder until the stack is ready; return what is said."""
     shutil.copytree(model_dir(), model.folder, dirs_exist_ok=True)
     script = commands.folder / "moonpool"
     script.write_text(SCRIPT)
     started = [sys.executable, str(script), "serve", ".", "--port", "0", "--threads", "1"]
-    variables = environment() | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    variables = environment() | {"XDG_RUNTIME_DIR": str(commands.folder)} | more
     with subprocess.Popen(
         started, cwd=model.folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -127,9 +152,7 @@ def test_the_command_serves_the_model_of_a_hostile_folder(tmp_path: Path) -> Non
             if line.startswith("ready"):
                 break
         process.send_signal(signal.SIGTERM)
-        rest = process.communicate(timeout=60)[0]
-    assert any(line.startswith("ready") for line in lines), "".join(lines) + rest
-    assert model.run() == []
+        return [*lines, process.communicate(timeout=60)[0]]
 
 
 FOLDERS: Mapping[str, Sequence[str]] = {"model": PACKAGES, "commands": ()}

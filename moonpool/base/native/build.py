@@ -3,7 +3,8 @@
 The library's name is a hash over sources, flags and compiler: a change builds another library, and several can lie side
 by side. `python -P -m moonpool.base.native.build` builds ahead of first use and prints where the library lies. `--all
 FOLDER` builds for every processor with this architecture, for images, which have no compiler and run anywhere: such
-libraries are looked for in MOONPOOL_KERNELS_PREBUILT first, which is never written.
+libraries are looked for in MOONPOOL_KERNELS_PREBUILT first, which is never written. A platform wheel has them beside
+the sources, in a folder `prebuilt`.
 
 A library's hash lies beside the library. A damaged library would end each process that loads the library, so a library
 that does not match is made anew, and a prebuilt library that does not match is passed over.
@@ -32,6 +33,8 @@ _ABOVE = Path(__file__).parents[2]
 FOLDER = _ABOVE / "kernels" if (_ABOVE / "kernels").is_dir() else _ABOVE.parent / "kernels"
 """C++ sources: of a wheel within the package, of a checkout beside the package."""
 SOURCES = FOLDER / "engine"
+PACKAGED = "prebuilt"
+"""Folder beside a platform wheel's sources: libraries for every processor of the wheel's architecture."""
 COMPILERS = ("c++", "g++", "clang++")
 SILENCE_S = 1800.0
 """Seconds in which a build must compile one more file."""
@@ -148,7 +151,7 @@ def compiler() -> str:
     for name in (os.environ.get("CXX"), *COMPILERS):
         found = shutil.which(name) if name else None
         if found:
-            return found
+            return os.path.abspath(found)
     raise BuildError("no C++ compiler found")
 
 
@@ -179,17 +182,22 @@ def build(target: str | None = None, sources: Path | None = None, report: Report
 
 
 def prebuilt(target: str, sources: Path | None = None) -> Path | None:
-    """Return the library for `target` of these very sources in MOONPOOL_KERNELS_PREBUILT, or None.
+    """Return the library for `target` of these very sources that was built ahead, or None.
+
+    MOONPOOL_KERNELS_PREBUILT goes before what the wheel has.
 
     Raises:
-        BuildError: others may write to that folder.
+        BuildError: others may write to the folder of MOONPOOL_KERNELS_PREBUILT.
     """
+    sources = sources or SOURCES
+    name = prebuilt_name(target, sources)
     given = os.environ.get("MOONPOOL_KERNELS_PREBUILT")
-    path = Path(given) / prebuilt_name(target, sources) if given else None
-    if path is None or not path.is_file():
-        return None
-    _check_folder(path.parent, {0, os.getuid()})
-    return path if _is_whole(path) else None
+    if given and (path := Path(given) / name).is_file():
+        _check_folder(path.parent, {0, os.getuid()})
+        if _is_whole(path):
+            return path
+    packaged = sources / PACKAGED / name  # whoever may write there may write all of Moonpool
+    return packaged if _is_whole(packaged) else None
 
 
 def prebuilt_name(target: str, sources: Path | None = None) -> str:
@@ -197,31 +205,49 @@ def prebuilt_name(target: str, sources: Path | None = None) -> str:
     return f"{target}-{_hash(target, sources or SOURCES)}.so"
 
 
-def build_all(folder: Path, sources: Path | None = None) -> list[Path]:
-    """Put a library for every target of this architecture into `folder`, and return where they lie.
+def build_all(
+    folder: Path,
+    sources: Path | None = None,
+    *,
+    targets: Sequence[str] | None = None,
+    used: str | None = None,
+    link: Sequence[str] = (),
+    report: Report = unheard,
+) -> list[Path]:
+    """Put libraries into `folder`, which all users may read, and return where they lie.
 
-    The folder is for MOONPOOL_KERNELS_PREBUILT and readable by all users. What lies in that folder now is copied. The
-    libraries are made of the C++ files in `sources`, as by `build`.
+    What was built ahead is copied, and a library that lies in `folder` is left as it is.
+
+    Args:
+        folder: for MOONPOOL_KERNELS_PREBUILT, or for a wheel.
+        sources: folder of C++ files, as for `build`.
+        targets: keys of TARGETS; None = all of this architecture.
+        used: compiler, also one for another architecture; None = this machine's.
+        link: further flags of the linker.
+        report: is told how that goes.
 
     Raises:
         BuildError: one cannot be built; says why.
     """
-    architecture = ARCHITECTURES.get(platform.machine())
-    if architecture is None:
-        raise BuildError(f"no kernels for this processor ({platform.machine()})")
+    if targets is None:
+        architecture = ARCHITECTURES.get(platform.machine())
+        if architecture is None:
+            raise BuildError(f"no kernels for this processor ({platform.machine()})")
+        targets = architecture.targets
     sources = sources or SOURCES
-    paths = [folder / prebuilt_name(target, sources) for target in architecture.targets]
+    paths = [folder / prebuilt_name(target, sources) for target in targets]
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True)
             folder.chmod(0o755)
-        for target, path in zip(architecture.targets, paths, strict=True):
-            found = prebuilt(target, sources)
-            if found is None:
-                _compile(target, compiler(), path, sources, unheard)
-            elif found != path:
-                shutil.copyfile(found, path)
-                shutil.copyfile(_hash_path(found), _hash_path(path))
+        for target, path in zip(targets, paths, strict=True):
+            if not _is_whole(path):
+                found = prebuilt(target, sources)
+                if found is None:
+                    _compile(target, used or compiler(), path, sources, report, link)
+                else:
+                    shutil.copyfile(found, path)
+                    shutil.copyfile(_hash_path(found), _hash_path(path))
             path.chmod(0o755)
             _hash_path(path).chmod(0o644)
     except OSError as error:
@@ -302,7 +328,8 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def _compile(target: str, used: str, path: Path, folder: Path, report: Report) -> None:
+def _compile(target: str, used: str, path: Path, folder: Path, report: Report, link: Sequence[str] = ()) -> None:
+    path, folder = path.absolute(), folder.absolute()
     prefix = f".build-{path.stem}-"
     for left in path.parent.glob(f"{prefix}*"):  # of a build that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -316,7 +343,7 @@ def _compile(target: str, used: str, path: Path, folder: Path, report: Report) -
         environment = {**os.environ, "TMPDIR": temporary}
         _run(commands, environment, lambda done: report(f"compiling native code, {done} of {len(commands)} files"))
         report("linking native code")
-        _run([[used, *flags(target), *objects, "-o", str(made)]], environment, lambda done: None)
+        _run([[used, *flags(target), *objects, *link, "-o", str(made)]], environment, lambda done: None)
         _put_with_hash(made, path)
 
 
@@ -333,7 +360,8 @@ def _put_with_hash(made: Path, path: Path) -> None:
 def _run(commands: list[list[str]], environment: dict[str, str], report: Callable[[int], None]) -> None:
     """Run compilers, as many at once as there are processors; `report` is told how many are done.
 
-    They end with this process, and when the call is left.
+    They end with this process, and when the call is left. They work in the build's own folder: an empty part of CPATH
+    or LIBRARY_PATH is a compiler's working folder, and headers there may be anybody's.
 
     Raises:
         BuildError: one failed, or none was done for SILENCE_S.
@@ -345,6 +373,7 @@ def _run(commands: list[list[str]], environment: dict[str, str], report: Callabl
         stdout=subprocess.PIPE,
         process_group=0,
         env=environment,
+        cwd=environment["TMPDIR"],
     )
     with process:
         assert process.stdin is not None

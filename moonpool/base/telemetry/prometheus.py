@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -25,6 +25,8 @@ PROBE_S = 1.0
 SCRAPE_TIMEOUT_S = 5.0
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bucket bounds for latencies."""
+LONG_SECONDS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
+"""Bucket bounds for whole requests, and for waits that may be as long."""
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
 """Bucket bounds for lifetimes and gaps, from seconds to a week."""
 
@@ -50,6 +52,13 @@ class PrometheusMetrics:
     def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Iterable[str] = ()) -> Histogram:
         """A histogram; observing costs about a microsecond."""
         return Histogram(self._prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
+
+    def counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
+        """A counter whose labels' values are known when something happens; the name is without `_total`.
+
+        A number that an object keeps is an entry in the table of a `MetricSet`.
+        """
+        return Counter(self._prefix + name, text, tuple(labels), registry=self.registry)
 
     def watch(self, metrics: MetricSet, service: str = "") -> Callable[[], None]:
         """Export `metrics`, which each scrape reads on the event loop that runs now; returns what ends that.

@@ -33,8 +33,14 @@ FINAL_KINDS = (FailureKind.INVALID, FailureKind.UNSUPPORTED)
 """Another placement meets the same failure."""
 DAMAGED_KINDS = (FailureKind.TRANSFER, FailureKind.FRAME)
 """Data was damaged on the way: chance, unless repeated. Tells little about the instances."""
-INNER_KINDS = (FailureKind.TRANSFER, FailureKind.STREAM, FailureKind.FRAME, FailureKind.MISMATCH)
-"""Failures between instances; the client gets `Unavailable` instead."""
+INNER_KINDS = (
+    FailureKind.TRANSFER,
+    FailureKind.STREAM,
+    FailureKind.FRAME,
+    FailureKind.MISMATCH,
+    FailureKind.DEADLINE,
+)
+"""Failures between instances; the client gets `Unavailable` instead. The client's own time limit is not over."""
 UNANSWERED_KINDS = (FailureKind.UNAVAILABLE, FailureKind.DEADLINE, FailureKind.STREAM, FailureKind.INTERNAL)
 """Failures after which the instance may have done the work all the same."""
 

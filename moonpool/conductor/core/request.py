@@ -20,6 +20,16 @@ from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.core.tpot_model import NO_TPOT_FORECAST, TpotForecast
 from moonpool.conductor.placement.base import DecodeChoice
 
+_WAITS_FOR = {
+    RequestState.WAITING_MEMORY: "decode memory",
+    RequestState.WAITING_SLO: "a placement that keeps the request's limits",
+    RequestState.WAITING_INSTANCE: "an instance that takes requests",
+    RequestState.BACKOFF: "the next attempt, as an instance failed",
+    RequestState.REHASHING: "the block keys of the prompt",
+    RequestState.WAITING_OWNER: "the decode instance that runs the answer",
+    RequestState.TAKEN_OVER: "further tokens of an answer that another conductor placed",
+}
+
 
 @dataclass(slots=True)
 class ScheduledRequest:
@@ -87,6 +97,21 @@ class ScheduledRequest:
         """Whether some of the answer has come or is being computed."""
         called = self.attempt is not None and self.attempt.prefill_phase is not PrefillPhase.NOT_CALLED
         return bool(self.tokens or self.generated or self.followed_call or called)
+
+    @property
+    def waits_for(self) -> str:
+        """What the request waits for now, for a person."""
+        if self.state is not RequestState.PLACED or self.attempt is None:
+            return _WAITS_FOR.get(self.state, "a decision of the conductor")
+        attempt, prefill = self.attempt, self.attempt.decision.prefill.id
+        decode = attempt.reservation.decode if attempt.reservation is not None else ""
+        if attempt.decode_phase is DecodePhase.RESERVING:
+            return "a reservation at decode"
+        if attempt.prefill_phase is PrefillPhase.CALLED:
+            return f"the first token from {prefill}"
+        if attempt.decode_phase is DecodePhase.STREAMING:
+            return f"further tokens from {decode}"
+        return f"the KV on the way from {prefill} to {decode}" if decode else f"the end of the answer from {prefill}"
 
     @property
     def owner(self) -> DecodeReservation | None:

@@ -1058,7 +1058,9 @@ class RequestScheduler:
             case TimerKind.RESERVE:
                 self._reserve_overdue(now, request, number)
             case TimerKind.DEADLINE:
-                self._fail(now, request, Failure(FailureKind.DEADLINE, "the request took longer than it may"))
+                limit_s = request.spec.deadline - request.spec.arrived
+                message = f"the request's {limit_s:.3g} s are over; the request waited for {request.waits_for}"
+                self._fail(now, request, Failure(FailureKind.DEADLINE, message))
             case TimerKind.WAIT:
                 self._wait_over(now, request)
             case TimerKind.BACKOFF:

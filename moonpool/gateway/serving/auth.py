@@ -16,7 +16,7 @@ from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.gateway.serving.body import Body, BodyT
 from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.budgets import BudgetCharge, Budgets
-from moonpool.gateway.serving.envelope import request_id_of
+from moonpool.gateway.serving.served_request import served_request
 
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session-id", "x-session-affinity")
 """Headers that name a request's session, the general one and known clients' own. The first that is there counts."""
@@ -110,7 +110,8 @@ class Authenticator:
             caller = self._admit(self._keys, _api_key(request))
         body = await self._bodies.read(request, cls, caller.tenant)
         given = request.headers.get(TRACEPARENT, "")
-        name, own = request_id_of(request.scope)
+        served = served_request(request.scope)
+        name, own = served.id, served.own_id
         # Clients and proxies may send an id again while the first request runs.
         request_id = f"{name}-{world.random_hex(4)}" if own else name
         if own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -15,17 +15,12 @@ from moonpool.base import world
 from moonpool.gateway.serving.body_reader import CLEANUP
 from moonpool.gateway.serving.errors import HttpError, error_response
 from moonpool.gateway.serving.json_response import JSON_TYPE, to_json_bytes
+from moonpool.gateway.serving.served_request import Ended, ServedRequest
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_HEAD_BYTES = 16 << 10
 """Maximum size for a request's head: the path, and the headers' names and values."""
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,96}")
-
-
-def request_id_of(scope: Scope) -> tuple[str, bool]:
-    """Id of a request, and whether the client chose the id."""
-    name, own = scope["moonpool.request_id"]
-    return name, own
 
 
 class AllowedHosts:
@@ -77,28 +72,42 @@ def _forbidden(message: str) -> HttpError:
 class RequestEnvelope:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
+    def __init__(self, app: ASGIApp, hosts: AllowedHosts, ended: Ended, clock: Callable[[], float]) -> None:
+        """Serve `hosts` with `app`; `ended` is called for each request, `clock` returns seconds."""
         self._app = app
         self._hosts = hosts
+        self._ended = ended
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. The response has the id of the request, whatever the response says."""
+        began = self._clock()
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID_HEADER.encode()), b"")
         own = bool(_CLIENT_ID.fullmatch(given))
-        name = given.decode() if own else world.random_hex(8)
+        request = ServedRequest(given.decode() if own else world.random_hex(8), own, scope["method"])
+        inner = request.within(scope)
+        try:
+            await self._serve(request, inner, receive, send)
+        finally:
+            if (route := inner.get("route")) is not None:
+                request.handler = route.path
+            request.duration_s = self._clock() - began
+            self._ended(request)
+
+    async def _serve(self, request: ServedRequest, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         stripped = path.rstrip("/") or "/"
-        scope = {**scope, "moonpool.request_id": (name, own), "path": stripped, "raw_path": stripped.encode()}
-
+        scope["path"], scope["raw_path"] = stripped, stripped.encode()
         unread = scope.get("moonpool.unread", bool)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                request.status = message["status"]
                 headers = list(message["headers"])
                 if unread():  # the server reads no further; see `HttpConnection.close_after_response`
                     headers = [pair for pair in headers if pair[0] != b"connection"] + [(b"connection", b"close")]
                 if not any(header == REQUEST_ID_HEADER.encode() for header, _ in headers):
-                    headers.append((REQUEST_ID_HEADER.encode(), name.encode()))
+                    headers.append((REQUEST_ID_HEADER.encode(), request.id.encode()))
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -116,7 +125,8 @@ class RequestEnvelope:
             await _refuse(error, send_with_id)
         else:
             with ExitStack() as cleanup:
-                await self._app({**scope, CLEANUP: cleanup}, receive, send_with_id)
+                scope[CLEANUP] = cleanup
+                await self._app(scope, receive, send_with_id)
 
 
 async def _refuse(refused: HttpError, send: Send) -> None:

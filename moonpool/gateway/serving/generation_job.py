@@ -14,6 +14,7 @@ from moonpool.client import (
     GenerateResult,
 )
 from moonpool.gateway.serving.budgets import BudgetCharge
+from moonpool.gateway.serving.metrics import AskedFor
 from moonpool.gateway.serving.thinking import ThinkingLimit
 
 GRAMMAR_CHARS = 4
@@ -66,6 +67,16 @@ class GenerationJob:
     def sampling(self) -> SamplingParams:
         """Sampling parameters of all prompts."""
         return self.arguments.get("sampling") or SamplingParams()
+
+    def asked_for(self) -> AskedFor:
+        """What the request asks for, for the metrics."""
+        lora = self.arguments.get("model") or ""
+        return AskedFor(
+            self.model_name,
+            lora if any(lora == known.name for known in self.state.loras) else "",
+            self.sampling.n,
+            self.sampling.max_tokens,
+        )
 
     def charge_request(self) -> None:
         """Charge a request's costs beside tokens: further answers, a format, prompts' log probabilities."""

@@ -7,7 +7,7 @@ all the client's requests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.types import Receive, Scope, Send
@@ -59,7 +59,7 @@ class GenerationResponse:
     async def _attempt(self, reply: AsgiReply) -> ErrorResponse | None:
         """Send the answer. Returns what went wrong, or None."""
         traceparent.set(self._job.traceparent)  # in the context of this task only
-        with self._metrics.request(self._job.model_name) as request_metrics:
+        with self._metrics.request(self._job.asked_for()) as request_metrics:
             try:
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
@@ -76,7 +76,7 @@ class GenerationResponse:
             await reply.send_json(error.status, to_json_bytes(self._formatter.error_body(error)), error.headers)
 
     async def _answer(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
-        async with self._token_stream(request_metrics.placed, whole=True) as tokens:
+        async with self._token_stream(request_metrics, whole=True) as tokens:
             async for event in tokens:
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
         result = _completed_result(tokens)
@@ -97,7 +97,7 @@ class GenerationResponse:
     async def _events(self, reply: AsgiReply, request_metrics: RequestMetrics) -> AsyncGenerator[bytes, None]:
         """Server-sent events; events that are ready at the same time are one item."""
         formatter, started = self._formatter, False
-        async with self._token_stream(lambda: None, whole=False) as tokens:
+        async with self._token_stream(request_metrics, whole=False) as tokens:
             async for event in tokens:
                 request_metrics.tokens()
                 formatter.add_tokens(event)
@@ -124,12 +124,12 @@ class GenerationResponse:
         yield last
         self._job.on_finished(result)
 
-    def _token_stream(self, on_placed: Callable[[], None], *, whole: bool) -> AsyncTokenStream | MergedStream:
+    def _token_stream(self, request_metrics: RequestMetrics, *, whole: bool) -> AsyncTokenStream | MergedStream:
         def placed() -> None:
             """Charge the prompt as soon as placed, whether the request succeeds or not."""
             self._job.budget.charge(tokens.prompt_tokens, 0)
             self._job.on_placed()
-            on_placed()
+            request_metrics.placed(whole=whole)
 
         job = self._job
         streams = [

@@ -112,6 +112,7 @@ def _merged_result(results: Sequence[GenerateResult]) -> BatchResult:
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.cached_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
+        sum(usage.loaded_tokens for usage in usages),
     )
     first = {field.name: getattr(results[0], field.name) for field in fields(GenerateResult)}
     first |= {"usage": total, "choices": tuple(choice for result in results for choice in result.choices)}

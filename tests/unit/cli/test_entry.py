@@ -1,9 +1,14 @@
 """The installed command, in the moment before it has imported its modules."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).parents[3]
 HELD_IMPORT = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -46,3 +51,45 @@ def test_it_goes_on_as_ever() -> None:
     with started() as process:
         told, wrong = process.communicate("")
         assert (told.split()[0], wrong, process.returncode) == ("moonpool", "", 0)
+
+
+TELLS = """
+import os, sys
+from importlib.abc import MetaPathFinder
+from moonpool.cli.entry import main
+
+class Tells(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "moonpool.cli.main":
+            print(os.environ["PYTHONPATH"], os.environ["LD_LIBRARY_PATH"], os.getcwd() in sys.path)
+            sys.exit()
+
+sys.meta_path.insert(0, Tells())
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        ("{0}::{1}", "{0}:{1}", False),
+        ("{0}:", "{0}", False),
+        ("{0}:{1}", "{0}:{1}", False),
+        ("{0}::{2}", "{0}:{2}", True),
+    ],
+    ids=["an empty part", "at the end", "none", "named also"],
+)
+def test_an_empty_part_of_a_path_names_nothing(before: str, after: str, kept: bool, tmp_path: Path) -> None:
+    """Else it is the working folder, also for each process that is started."""
+    (tmp_path / "else").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "script").write_text(TELLS)
+    before, after = (text.format(ROOT, tmp_path / "else", tmp_path / "here") for text in (before, after))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script"],
+        cwd=tmp_path / "here",
+        env=os.environ | {"PYTHONPATH": before, "LD_LIBRARY_PATH": ":/nothing"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [*after.split(), "/nothing", str(kept)], done.stderr

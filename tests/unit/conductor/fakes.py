@@ -104,6 +104,7 @@ class ScriptedPrefill(FakeMember):
     running: int = 0
     first_token: int | None = None
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     misses: list[prefill_pb2.StoreMiss] = field(default_factory=list)  # told with every first token
     silent: bool = False  # about log probabilities
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)  # told with every first token
@@ -134,7 +135,8 @@ class ScriptedPrefill(FakeMember):
                 prompt_logprobs=prompt_scores(wanted, tokens_from_bytes(request.sequence.token_ids)),
                 log_probabilities=[-1.0 - choice for choice in range(sampling.beam_width)],
                 local_tokens=self.cached_tokens,
-                computed_tokens=length - self.cached_tokens,
+                loaded_tokens=self.loaded_tokens,
+                computed_tokens=length - self.cached_tokens - self.loaded_tokens,
                 misses=self.misses,
                 chunks=self.chunks,
                 embedding=struct.pack("<2f", 0.6, 0.8) if wanted.embedding else b"",

@@ -113,11 +113,20 @@ async def test_a_request_whose_client_leaves_is_told() -> None:
 
 async def test_a_request_whose_time_runs_out_is_told() -> None:
     async with stack(prefill(before=[asyncio.Event()]), decode()) as s, asyncio.timeout(WAIT_S):
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match="waited for the first token from prefill-0"):
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=0.5)
         await s.rest()
         found = await s.client.explain("r")
-        assert (found.failed, len(found.attempts)) == ("the request took longer than it may", 1)
+        assert "waited for the first token from prefill-0" in found.failed
+        assert len(found.attempts) == 1
+
+
+async def test_a_timeout_at_an_instance_is_not_the_clients() -> None:
+    """The client's time is not over: another try may succeed, and the error says what took too long."""
+    slow = DeadlineExceeded("the call took too long")
+    async with stack(prefill(before=[slow, slow]), decode(), retries=1) as s, asyncio.timeout(WAIT_S):
+        with pytest.raises(Unavailable, match="given up after 2 placements; the last failed: the call took too long"):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, timeout_s=WAIT_S)
 
 
 async def test_a_request_that_fails_for_good_is_told_with_every_placement() -> None:

@@ -14,7 +14,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.telemetry import metrics_server
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricKind, MetricSet, counter, restless
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
-from moonpool.gateway.serving.metrics import GatewayMetrics
+from moonpool.gateway.serving.metrics import AskedFor, GatewayMetrics
 from tools.gen_metrics import PAGE, page
 
 PROMETHEUS_2 = (
@@ -114,7 +114,7 @@ async def test_vllm_s_names_keep_their_colons_in_every_format(accept: str) -> No
     requests = GatewayMetrics(metrics, lambda: 0.0)
     metrics.watch(MetricSet().add(HELD, Held(steps=3)))
     async with metrics.served("127.0.0.1:0") as address:
-        with requests.request("tiny"):
+        with requests.request(AskedFor("tiny")):
             text = await scrape(address, accept)
     parse = open_metrics if accept else plain_text
     families = {family.name: family for family in parse(text)}

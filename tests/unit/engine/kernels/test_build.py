@@ -55,6 +55,17 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choice.choose_by_wish.cache_clear()
 
 
+def test_compilers_work_in_a_folder_of_their_own(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty part of CPATH is a compiler's working folder, where anybody's headers may lie. Relative paths stay."""
+    monkeypatch.chdir(tmp_path)
+    Path("compiler").write_text(FAKE.replace("echo called", "pwd"))
+    monkeypatch.setenv("CXX", "./compiler")
+    monkeypatch.setenv("MOONPOOL_KERNELS_CACHE", "cache")
+    assert build.build("sse2").absolute().parent == tmp_path / "cache"
+    (where,) = map(Path, fake.read_text().splitlines())
+    assert where.parent == tmp_path / "cache"
+
+
 def test_built_once_per_target_and_sources(fake: Path) -> None:
     first, again = build.build("sse2"), build.build("sse2")
     assert first == again

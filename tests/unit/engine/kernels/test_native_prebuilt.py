@@ -81,6 +81,26 @@ def test_of_other_sources_is_not_used(without_compiler: Path, tmp_path: Path, mo
         build.build("sse2")
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_wheel_has_libraries_beside_its_sources(
+    damaged: bool, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another compiler, with flags of the linker; without one here, a damaged library is passed over."""
+    made = build.build_all(build.SOURCES / "prebuilt", targets=["neon", "sse2"], used=os.environ["CXX"], link=["-s"])
+    assert [path.name.split("-")[0] for path in made] == ["neon", "sse2"]
+    again = len(fake.read_text().splitlines())
+    build.build_all(build.SOURCES / "prebuilt", targets=["neon", "sse2"], used="/no/compiler")
+    assert len(fake.read_text().splitlines()) == again, "what is whole is left as it is"
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.delenv("CXX")
+    if damaged:
+        made[1].write_bytes(b"")
+        with pytest.raises(build.BuildError, match="no C"):
+            build.build("sse2")
+    else:
+        assert build.build("sse2") == made[1]
+
+
 def test_copied_where_they_fit_and_built_where_not(without_compiler: Path, fake: Path, tmp_path: Path) -> None:
     called = len(fake.read_text().splitlines())
     assert [path.read_text() for path in build.build_all(tmp_path / "again")] == ["library\n"] * len(ALL)
