@@ -50,6 +50,20 @@ def decoder_of_rank(decoder: DecoderSpec, ranks: int) -> DecoderSpec:
     return replace(decoder, layers=layers, tail=tail)
 
 
+def share_of_rank(decoder: DecoderSpec, ranks: int) -> str:
+    """Return what each of so many ranks has of the widest layers, for people."""
+
+    def widest(layers: DecoderSpec) -> tuple[int, int, int]:
+        every = layers.every
+        heads, kv = (max(getattr(layer.attention, name) for layer in every) for name in ("num_heads", "num_kv_heads"))
+        networks = [layer.feed_forward for layer in every]
+        return heads, kv, max(each.inner if each.experts is None else each.experts.inner for each in networks)
+
+    names = ("heads", "heads of keys and values", "inner states")
+    both = zip(names, widest(decoder_of_rank(decoder, ranks)), widest(decoder), strict=True)
+    return f"{ranks} processes; each has " + ", ".join(f"{own} of {all_} {name}" for name, own, all_ in both)
+
+
 def _network_of_rank(network: FeedForwardSpec, ranks: int) -> FeedForwardSpec:
     experts = network.experts
     if experts is not None:
