@@ -18,10 +18,12 @@ from moonpool.base.rpc.process import ProcessContext, run_main
 from moonpool.base.rpc.server import serving
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import LayerDone, Step, StepResult
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.base.transport.flow_control import EgressLink
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.service import DecodeInstance, contract
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.instance import BESIDE_THREADS, InstanceContext, open_dialer_and_listener
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineSetup
@@ -97,7 +99,9 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     async with Channels() as channels:
         dialer, transports = open_dialer_and_listener(config, engine, instance)
         kv = EgressLink(), instance, context.spans, quiet, dialer, transports
-        shared = InstanceContext(setup, engine, channels, *kv, ThreadOffload(ThreadPoolExecutor(BESIDE_THREADS)))
+        beside = ThreadOffload(ThreadPoolExecutor(BESIDE_THREADS))
+        histograms = EngineHistograms(PrometheusMetrics("decode"), "decode")
+        shared = InstanceContext(setup, engine, channels, *kv, beside, histograms)
         decode = DecodeInstance(shared, config)
         async with transports.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)

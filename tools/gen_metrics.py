@@ -9,6 +9,7 @@ from prometheus_client.core import Metric as MetricFamily
 from moonpool.base import world
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric
+from moonpool.base.telemetry.process_info import CertificateExpiry, register_process
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.dialer import DIALER_METRICS
 from moonpool.base.transport.listener import LISTENER_METRICS
@@ -17,6 +18,7 @@ from moonpool.conductor.servicer import CONDUCTOR_METRICS
 from moonpool.engine.decode.run_loop import SOURCE_METRICS
 from moonpool.engine.decode.service import DECODE_METRICS
 from moonpool.engine.emulated.engine import EMULATED_METRICS
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.instance import INSTANCE_METRICS
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS
 from moonpool.engine.loras import LORA_METRICS
@@ -85,9 +87,13 @@ def _section(service: str, tables: Iterable[Table]) -> str:
 def _families(service: str) -> Iterable[MetricFamily]:
     """Metrics that a service registers with Prometheus itself: histograms, and the gateway's request metrics."""
     metrics = PrometheusMetrics(service)
+    register_process(metrics.registry, service)
+    metrics.registry.register(CertificateExpiry({}))
     match service:
         case "conductor":
             EndedRequests(metrics)
+        case "prefill" | "decode":
+            EngineHistograms(metrics, service)
         case "kvstore":
             StoreObserver(metrics)
         case "gateway":

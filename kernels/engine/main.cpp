@@ -7,7 +7,7 @@
 
 extern "C" int mp_width() { return W; }
 extern "C" int mp_has_bf16() {
-#if defined(MP_BF16)
+#if defined(MP_PAIRS)
     return 1;
 #else
     return 0;

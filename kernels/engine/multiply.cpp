@@ -5,6 +5,7 @@
 // part, while a part is in the first cache, and each walk fetches its share of the next part.
 #include "ends.h"
 #include "packed.h"
+#include "tile_products.h"
 
 #if defined(MP_AVX512)
 enum { TILE_ROWS = 14, MANY = VECTORS };  // 28 sums, 2 vectors of weights, 1 or 2 for the row's numbers
@@ -49,7 +50,7 @@ static __attribute__((noinline)) void sums_of(const float* x, int64_t stride, co
     }
     for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) store(out + i * PANEL + j * W, acc[i][j]);
 }
-#if defined(MP_BF16)
+#if defined(MP_BF16) && !defined(MP_TILES)
 template <class T, int M, int NV>
 static __attribute__((noinline)) void sums_of(const bf16* x, int64_t stride, const T* panel, int, int64_t K,
                                               const char* ahead, int64_t pace, bool, float* out) {
@@ -108,10 +109,28 @@ INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t co
     sums_beside<T, S>(x, (const T*)(p.weight + panel * p.bytes()), p.inputs, sums);
     for (int s = 0; s < S; s++) finish<T>(p, panel + s, 0, 1, sums + s * PANEL, r);
 }
+#if defined(MP_TILES)
+__attribute__((constructor)) static void permit_tiles() { ask_for_tiles(); }  // of programs that load this library by themselves
+template <class T> constexpr bool tiled() { return __is_same(T, bf16); }
+#else
+template <class T> constexpr bool tiled() { return false; }
+#endif
+// Up to MOST_ROWS rows by a panel, whatever type; `ahead` and `span` as in tile_by_part. sums [rows, PANEL].
+template <class T> constexpr int MOST_ROWS = tiled<T>() ? 32 : (int)TILE_ROWS;
+template <class T, int MOST>
+static void rows_by_panel(int rows, const Read<T>* x, int64_t stride, const char* weight, int64_t K, const char* ahead, int64_t span, float* sums) {
+#if defined(MP_TILES)
+    if constexpr (tiled<T>()) {
+        TilesInUse tiles_in_use;
+        by_tiles({(const char*)x, 2 * stride, weight, 4 * PANEL, sums, 4 * PANEL, false, ahead, span * TILE_DEEP / K}, rows, K);
+    } else
+#endif
+    tile_by_part<T, MOST>(rows, x, stride, (const T*)weight, K, ahead, span, false, sums);
+}
 template <class T> void one_panel(const Panels& p, const Read<T>* x, int64_t panel, const Result& r) {
     const char* weight = p.weight + panel * p.bytes();
     float sums[PANEL] __attribute__((aligned(64)));
-    tile_by_part<T, 1>(1, x, 0, (const T*)weight, p.inputs, weight + ahead_of<T>(1), p.bytes(), false, sums);
+    rows_by_panel<T, 1>(1, x, 0, weight, p.inputs, weight + ahead_of<T>(1), p.bytes(), sums);
     finish<T>(p, panel, 0, 1, sums, r);
 }
 template void one_panel<float>(const Panels&, const Read<float>*, int64_t, const Result&);
@@ -119,14 +138,14 @@ template void one_panel<bf16>(const Panels&, const Read<bf16>*, int64_t, const R
 template void one_panel<f16>(const Panels&, const Read<f16>*, int64_t, const Result&);
 
 template <class T> void add_low_rank(const LowRankRows& a, int64_t panel, int64_t row, int rows, float* sums) {
-    float more[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    float more[MOST_ROWS<T> * PANEL] __attribute__((aligned(64)));
     for (int first = 0, last; first < rows; first = last) {
         const Panels* up = a.ups[row + first];
-        for (last = first + 1; last < rows && last - first < TILE_ROWS && a.ups[row + last] == up;) last++;
+        for (last = first + 1; last < rows && last - first < MOST_ROWS<T> && a.ups[row + last] == up;) last++;
         if (!up) continue;
-        const T* weight = (const T*)(up->weight + panel * up->bytes());
+        const char* weight = up->weight + panel * up->bytes();
         const Read<T>* x = (const Read<T>*)a.x + (row + first) * a.stride;
-        tile_by_part<T, TILE_ROWS>(last - first, x, a.stride, weight, up->inputs, (const char*)weight, 0, false, more);
+        rows_by_panel<T, TILE_ROWS>(last - first, x, a.stride, weight, up->inputs, weight, 0, more);
         for (int i = 0; i < (last - first) * PANEL; i++) sums[first * PANEL + i] += more[i];
     }
 }
@@ -186,12 +205,11 @@ static const X* readable(const T* x, int64_t& stride, int64_t begin, int64_t end
     }
 }
 
+// The panels of a result from `begin` on by all rows.
 template <class T>
-int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
-    if (p.bits) return packed_product<T>(p, x, stride, rows, r, threads);
+static int walked_product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int64_t begin, int64_t panels, int threads) {
     static thread_local Memory room;
-    int64_t K = p.inputs, width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
-    if (!rows || panels <= 0) return 0;
+    int64_t K = p.inputs;
     // Rows go in blocks where there are many, or few panels for the threads; of widened ones a few blocks at a time.
     int64_t size = W <= 8 || widened<T>() ? BLOCK_TILES * TILE_ROWS : BLOCK_BYTES / (K * (int64_t)sizeof(T)) + 1;
     Tiles t{rows, (rows + TILE_ROWS - 1) / TILE_ROWS, (rows + size - 1) / size};
@@ -211,6 +229,57 @@ int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Res
         });
     }
     return 0;
+}
+#if defined(MP_TILES)
+// The same through tiles.
+static int tiled_product(const Panels& p, const bf16* x, int64_t stride, int64_t rows, const Result& r, int64_t begin, int64_t panels, int threads) {
+    int64_t K = p.inputs, most = panels * PANEL * K / 32768 + 1;
+    if (most < threads) threads = (int)most;
+    if (rows <= 16) {  // memory is what such products wait for
+        constexpr int AHEAD = 1024;
+        parallel_runs(panels, 2, threads, [&](int64_t task, int64_t count) {
+            float sums[2 * 16 * PANEL] __attribute__((aligned(64)));
+            int64_t panel = begin + task;
+            const char* weight = p.weight + panel * p.bytes();
+            TilesInUse tiles_in_use;
+            if (count == 2 && K % TILE_DEEP == 0) two_panels_by_tiles((const char*)x, 2 * stride, (int)rows, weight, p.bytes(), K, AHEAD, sums);
+            else for (int64_t s = 0; s < count; s++, weight += p.bytes())
+                by_tiles({(const char*)x, 2 * stride, weight, 4 * PANEL, sums + s * 16 * PANEL, 4 * PANEL, false, weight + AHEAD, 2 * PANEL * TILE_DEEP}, (int)rows, K);
+            for (int64_t s = 0; s < count; s++) finish<bf16>(p, panel + s, 0, (int)rows, sums + s * 16 * PANEL, r);
+        });
+        return 0;
+    }
+    // Blocks of whole tiles; of few panels every thread has a block of its own.
+    int64_t size = tiled_block_rows(K), blocks = (rows + size - 1) / size, tiles = (rows + TILE_HIGH - 1) / TILE_HIGH;
+    int64_t shared = threads > 1 ? 4 * threads / panels : 0;
+    if (blocks < shared) blocks = shared < tiles ? shared : tiles;
+    parallel_runs(blocks * panels, 1, threads, [&](int64_t task, int64_t) {
+        int64_t panel = begin + task % panels, block = task / panels;
+        int64_t first = tiles * block / blocks * TILE_HIGH, last = tiles * (block + 1) / blocks * TILE_HIGH;
+        if (last > rows) last = rows;
+        float sums[TILE_HIGH * PANEL] __attribute__((aligned(64)));
+        const char* weight = p.weight + panel * p.bytes();
+        int64_t pace = last - first > TILE_HIGH ? 0 : 2 * PANEL * TILE_DEEP;  // else the panel stays in a cache
+        TilesInUse tiles_in_use;
+        for (int64_t row = first; row < last; row += TILE_HIGH) {
+            int count = last - row < TILE_HIGH ? (int)(last - row) : (int)TILE_HIGH;
+            by_tiles({(const char*)(x + row * stride), 2 * stride, weight, 4 * PANEL, sums, 4 * PANEL, false, weight + ahead_of<bf16>(count), pace}, count, K);
+            finish<bf16>(p, panel, row, count, sums, r);
+        }
+    });
+    return 0;
+}
+#endif
+
+template <class T>
+int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
+    if (p.bits) return packed_product<T>(p, x, stride, rows, r, threads);
+    int64_t width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
+    if (!rows || panels <= 0) return 0;
+#if defined(MP_TILES)
+    if constexpr (tiled<T>()) return tiled_product(p, x, stride, rows, r, begin, panels, threads); else
+#endif
+    return walked_product<T>(p, x, stride, rows, r, begin, panels, threads);
 }
 template int product<float>(const Panels&, const float*, int64_t, int64_t, const Result&, int);
 template int product<bf16>(const Panels&, const bf16*, int64_t, int64_t, const Result&, int);

@@ -51,6 +51,7 @@ template <class T> INLINE void put_row(float* to, const T* x, int64_t K) {
     for (int64_t k = 0; k < K; k += W) store(to + k, widen(x + k));
 }
 #if defined(MP_BF16)
+template <class T> using Factor = Read<T>;  // what rows are multiplied as
 typedef uint16_t Halves __attribute__((vector_size(64)));
 // Step i is the pair of inputs that lie in a word's halves: 0 and 2, 1 and 3, then those of the other nibbles. Rows are in
 // this order, too.
@@ -80,6 +81,8 @@ INLINE vf times(vf sum, vu left, vu weight) { return dot2(sum, weight, left); }
 INLINE void put_row(bf16* to, const bf16* x, int64_t K) {
     for (int64_t k = 0; k < K; k += 4) to[k] = x[k], to[k + 1] = x[k + 2], to[k + 2] = x[k + 1], to[k + 3] = x[k + 3];
 }
+#else
+template <class T> using Factor = float;
 #endif
 
 // ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
@@ -130,7 +133,7 @@ static void float_tile(const Panels& p, int rows, const C* x, int64_t stride, co
 template <class T, int VALUES, int PART>
 static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
     static thread_local Memory room;
-    typedef Read<T> C;
+    typedef Factor<T> C;
     int64_t K = p.inputs, distance = K + 64 / sizeof(C);  // rows a power of two apart would share few sets of the cache
     C* own = (C*)room.get(rows * distance * sizeof(C));
     if (!own) return 1;

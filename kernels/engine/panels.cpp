@@ -122,7 +122,7 @@ template <class T> static int packed_rows_back(const Panels& p, const int64_t* o
 }
 
 extern "C" int64_t mp_panels_bytes(const Panels* p) {  // 0: such a matrix cannot be arranged
-#if defined(MP_BF16)
+#if defined(MP_PAIRS)
     if (p->type == BF16 && p->inputs % 2) return 0;
 #endif
     if (p->bits && (p->inputs % CHUNK || (p->group != CHUNK / 2 && p->group % CHUNK) || p->group % higher_inputs(p->bits))) return 0;

@@ -44,7 +44,7 @@ struct Panels {
 };
 // Whether elements of this type lie in pairs of inputs.
 template <class T> constexpr bool paired() {
-#if defined(MP_BF16)
+#if defined(MP_PAIRS)
     return __is_same(T, bf16);
 #else
     return false;

@@ -33,7 +33,7 @@ INLINE void put(int type, char* to, int64_t index, vf v) {
 }
 // Products in bf16, where the machine has them, or in float.
 INLINE bool in_bf16(const Attention& a) {
-#if defined(MP_BF16)
+#if defined(MP_PAIRS)
     return a.q_type == BF16 && a.kv_type != F32 && a.kv_type != F16;
 #else
     return false;

@@ -7,14 +7,20 @@
 // nor on where a prompt was cut.
 #include "parallel.h"
 #include "pool.h"
+#include "tile_products.h"
 
 enum { KEYS = 256, STRIP = 64, ROWS = 96, MR = 6 };
+#if defined(MP_TILES)
+enum { WIDTH = 64 };  // columns of values at a time
+#else
+enum { WIDTH = NC_MAX * W };
+#endif
 static const int64_t ARRANGED_BYTES = 48 << 20;  // of arranged keys and values at a time
 
 // One element of a product's left side is 4 bytes: a float, or two bf16.
 template <bool PAIRS> INLINE vf product(vf c, uint32_t a, vu b) {
-#if defined(MP_BF16)
-    if (PAIRS) return dot2(c, (vu)_mm512_set1_epi32((int)a), b);
+#if defined(MP_PAIRS)
+    if (PAIRS) return dot2(c, a - (vu){}, b);
 #endif
     float f;
     memcpy(&f, &a, 4);
@@ -47,6 +53,14 @@ template <bool PAIRS>
 static void gemm_rows(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c, int64_t ldc, int rows,
                       int k, int n, bool add) {
     int i = 0;
+#if defined(MP_TILES)
+    if (PAIRS && n % TILE_WIDE == 0) {
+        for (; i < rows; i += TILE_HIGH) for (int j = 0; j < n; j += TILE_WIDE)
+            by_tiles({(const char*)(a + i * lda), 4 * lda, (const char*)(b + j), 4 * ldb, c + i * ldc + j, 4 * ldc, add, nullptr, 0},
+                     rows - i < TILE_HIGH ? rows - i : (int)TILE_HIGH, 2 * k);
+        return;
+    }
+#endif
     for (; i + MR <= rows; i += MR) gemm_columns<PAIRS, MR>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, k, n, add);
     for (; i + 2 <= rows; i += 2) gemm_columns<PAIRS, 2>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, k, n, add);
     for (; i < rows; i++) gemm_columns<PAIRS, 1>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, k, n, add);
@@ -155,8 +169,8 @@ static void attend(const Attention& a, const int32_t* item, int head, int first,
         softmax<PAIRS>(a, r, rows, G, position, from, n);
         int depth = PAIRS ? n / 2 : n;
         const uint32_t* values = kv.v + (int64_t)(PAIRS ? from / 2 : from) * D;
-        for (int d = 0; d < D; d += NC_MAX * W) {
-            int width = D - d < NC_MAX * W ? D - d : NC_MAX * W;
+        for (int d = 0; d < D; d += WIDTH) {
+            int width = D - d < WIDTH ? D - d : (int)WIDTH;
             gemm_rows<PAIRS>(r.p, PAIRS ? KEYS / 2 : KEYS, values + d, D, r.o + d, D, rows, depth, width, true);
         }
     }
@@ -236,6 +250,9 @@ template <bool PAIRS> static int prefill(const Attention& a, int threads) {
             Unit u = unit_at(i, [](const Unit& x) { return x.tile0; });
             const int32_t* item = a.items + 4 * u.item;
             int64_t tile = u.tiles - 1 - (i - u.tile0);  // the longest first
+#if defined(MP_TILES)
+            TilesInUse tiles_in_use;
+#endif
             int first = (int)tile * tokens * G, rows = item[1] * G - first < tokens * G ? item[1] * G - first : tokens * G;
             // More heads than a tile has rows: in parts, each of one token.
             for (int at = 0; at < rows; at += ROWS)
@@ -247,7 +264,7 @@ template <bool PAIRS> static int prefill(const Attention& a, int threads) {
 }
 
 extern "C" int mp_prefill(const Attention* a, int threads) {
-#if defined(MP_BF16)
+#if defined(MP_PAIRS)
     if (in_bf16(*a)) return prefill<true>(*a, threads);
 #endif
     return prefill<false>(*a, threads);

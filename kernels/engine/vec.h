@@ -21,6 +21,13 @@
 #if defined(MP_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define MP_BF16 1
 #endif
+// Tiles: matrices of bf16 or bytes that AMX multiplies, or the model of them in tests (tiles.h).
+#if (defined(MP_BF16) && defined(__AMX_BF16__) && defined(__AMX_INT8__)) || defined(MP_TILE_MODEL)
+#define MP_TILES 1
+#endif
+#if defined(MP_BF16) || defined(MP_TILES)
+#define MP_PAIRS 1  // bf16 is multiplied in pairs of inputs
+#endif
 #if defined(MP_AVX2)
 #define NC_MAX 2  // 16 registers: 6 rows of 2 vectors of sums
 #else
@@ -296,4 +303,9 @@ INLINE void turn(vu* r) {
 }
 // Sums of 16 pairs of products added to c: the machine's bf16 instruction.
 INLINE vf dot2(vf c, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+#elif defined(MP_PAIRS)
+INLINE vf dot2(vf c, vu a, vu b) {
+    c += (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
+    return c + (vf)(a << 16) * (vf)(b << 16);
+}
 #endif

@@ -40,7 +40,9 @@ from moonpool.base.sizes import format_size, parse_size
 ENV_PREFIX = "MOONPOOL_"
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 """Packages of the extra `engine`, which prefill and decode need."""
-_WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # these are refused, not bound
+LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104
+"""Hosts that stand for all addresses of this machine."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RENAMED = {
     "block_tokens": ("block_size",),
@@ -175,7 +177,7 @@ def check_peer(address: str) -> str:
         ValueError: not of the form, or no address that can be reached.
     """
     host, port = parse_address(address)
-    if host in _WILDCARDS or port == 0:
+    if host in WILDCARDS or port == 0:
         raise ValueError(f"must be an address that can be reached, got {address!r}")
     return address
 
@@ -240,7 +242,7 @@ SERVICE_MODULES = {
 """Kind of service -> package that runs as a program."""
 OTHER_VARIABLES = (
     "ADDRESS", "API_KEY", "TRACE", "TRACES",  # of commands, SDK and benchmarks
-    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
+    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE", "COMMIT",  # of native code and kernels
     "DIE_WITH_PARENT", "FAULT_BREAK_CONNECTIONS", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
     "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED", "STORM_MESSAGES",
     "STACK_BASE", "STACK_CONDUCTOR", "STACK_HOST", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH",
@@ -404,7 +406,7 @@ class ServiceConfig(BaseSettings):
             host = parse_address(value)[0]
         elif re.search(r"[\s/]", value):
             raise ValueError(f"must be HOST or HOST:PORT, got {value!r}")
-        if value and host in _WILDCARDS:
+        if value and host in WILDCARDS:
             raise ValueError(f"must be an address that others can reach, got {value!r}")
         return value
 
@@ -418,7 +420,7 @@ class ServiceConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        if not self.advertise and parse_address(self.listen)[0] in _WILDCARDS:
+        if not self.advertise and parse_address(self.listen)[0] in WILDCARDS:
             raise ConfigError(
                 "advertise", f"must be set when listening at {self.listen!r}, which other hosts cannot connect to"
             )

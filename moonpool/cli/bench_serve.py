@@ -11,13 +11,13 @@ from typing import Any
 
 from moonpool.base.checkpoint import load_config, resolve
 from moonpool.base.errors import ConfigError
+from moonpool.cli.addresses import addresses
 from moonpool.cli.load_generator.chart import latency_chart
 from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest, open_loop, poisson_arrivals, trace_loop
 from moonpool.cli.load_generator.prompts import PromptShape, PromptSource
 from moonpool.cli.load_generator.senders import completion_body, http_sender, prompt_arguments, sdk_sender
 from moonpool.cli.load_generator.summary import LoadSummary, summarize
 from moonpool.cli.models import chosen_model
-from moonpool.cli.options import addresses
 from moonpool.cli.predict_options import BenchServeOptions
 from moonpool.client import AsyncClient, Slo
 from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace

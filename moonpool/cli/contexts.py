@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from moonpool.base.errors import InvalidRequest
-from moonpool.cli.options import HELP, Address, addresses, text_of
+from moonpool.cli.addresses import addresses
+from moonpool.cli.options import HELP, Address, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client, Context, DeletedKV, Message
 
@@ -24,7 +25,6 @@ delete_app = typer.Typer(
 Tenant = Annotated[str, typer.Option(help="Tenant that the context belongs to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 Name = Annotated[str, typer.Argument(help="The context's id or tag.")]
-LOCAL = "127.0.0.1:50051"
 
 
 @app.command()
@@ -32,7 +32,7 @@ def create(
     file: Annotated[
         str, typer.Argument(help="Text of a system turn, or with --messages a JSON list of turns; - = standard input.")
     ],
-    address: Address = LOCAL,
+    address: Address = "",
     tenant: Tenant = "",
     name: Annotated[str, typer.Option(help="A name for people.")] = "",
     tag: Annotated[list[str] | None, typer.Option(help="A further name for requests; may be given again.")] = None,
@@ -53,7 +53,7 @@ def create(
 
 
 @app.command("list")
-def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
+def list_(address: Address = "", tenant: Tenant = "", as_json: Json = False) -> None:
     """List a tenant's contexts with their size, their hits and what these saved."""
     with Client(addresses(address)) as client:
         found = client.contexts.list(tenant=tenant)
@@ -80,7 +80,7 @@ def print_contexts(found: Iterable[Context]) -> None:
 
 
 @app.command()
-def show(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
+def show(name: Name, address: Address = "", tenant: Tenant = "", as_json: Json = False) -> None:
     """Show one context."""
     with Client(addresses(address)) as client:
         _print(client.contexts.get(name, tenant=tenant), as_json=as_json)
@@ -90,7 +90,7 @@ def show(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Jso
 def renew(
     name: Name,
     ttl_s: Annotated[float, typer.Option(min=1.0, help="Time to live from now on, seconds.")] = 3600.0,
-    address: Address = LOCAL,
+    address: Address = "",
     tenant: Tenant = "",
     as_json: Json = False,
 ) -> None:
@@ -100,7 +100,7 @@ def renew(
 
 
 @app.command()
-def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
+def delete(name: Name, address: Address = "", tenant: Tenant = "", as_json: Json = False) -> None:
     """End a context, and delete the context's KV from every tier. Exits with 1 when an instance has not done so."""
     with Client(addresses(address)) as client:
         gone, deleted = client.contexts.delete(name, tenant=tenant)
@@ -116,7 +116,7 @@ def delete_kv(
     namespace: Annotated[
         list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
     ] = None,
-    address: Address = LOCAL,
+    address: Address = "",
     as_json: Json = False,
 ) -> None:
     """Delete KV from every tier of every instance; what is on disk is overwritten.

@@ -178,7 +178,7 @@ def engine_memory(plan: StackPlan) -> EngineMemory | None:
     with contextlib.suppress(MoonpoolError, ValueError):
         quantization: Any = setting_of(plan, "decode", "quantization", "auto")
         implementation: Any = setting_of(plan, "decode", "model_impl", "auto")
-        found = _inspected(plan.model, plan.dtype, plan.block_size, quantization, implementation)
+        found = inspected_model(plan.model, plan.dtype, plan.block_size, quantization, implementation)
         layout = kv_layout(found.config, found.dtype, plan.block_size, plan.kv_cache_dtype)
         kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
         blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
@@ -195,6 +195,6 @@ def engine_memory(plan: StackPlan) -> EngineMemory | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _inspected(model: str, dtype: str, block_size: int, quantization: Any, implementation: Any) -> CheckpointReport:
+def inspected_model(model: str, dtype: str, block_size: int, quantization: Any, model_impl: Any) -> CheckpointReport:
     """Return the checkpoint's sizes, whose headers are read once for all that is decided and told."""
-    return inspect_checkpoint(resolve(model), dtype, block_size, quantization=quantization, model_impl=implementation)
+    return inspect_checkpoint(resolve(model), dtype, block_size, quantization=quantization, model_impl=model_impl)

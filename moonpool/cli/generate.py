@@ -22,7 +22,8 @@ from moonpool.base.errors import (
 )
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.options import Engines, addresses
+from moonpool.cli.addresses import addresses
+from moonpool.cli.options import Engines
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.client import Client, GenerateArguments, GenerateResult, Message
 from moonpool.client.transport import NotConnected

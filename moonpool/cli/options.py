@@ -17,9 +17,13 @@ from moonpool.base.errors import ConfigError, InvalidRequest
 
 Address = Annotated[
     str,
-    typer.Option(help="The conductor, HOST:PORT; several with commas between them.", envvar="MOONPOOL_ADDRESS"),
+    typer.Option(
+        help="A stack's name (`moonpool ps`), or conductors, HOST:PORT,... Default: the one stack that runs.",
+        envvar="MOONPOOL_ADDRESS",
+        show_default=False,
+    ),
 ]
-MODEL_HELP = "Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one."
+MODEL_HELP = "A name (`moonpool list --all`), hub id, folder or GGUF file; empty = the bundled one."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SystemTurn = Annotated[str, typer.Option("--system", help="The system turn: what the model is told first.")]
@@ -42,7 +46,6 @@ EngineChoice = Annotated[
     ),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
-LOCAL_CONDUCTOR = "127.0.0.1:50051"
 HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings for a verb that reads the verb's own flags."""
@@ -113,18 +116,6 @@ def _renamed_flag(flag: str, command: Any) -> str:
     now = "--" + present_name(name, {option.lstrip("-").replace("-", "_") for option in options}).replace("_", "-")
     argument = name in options  # arguments have their plain name there
     return now if now in options else f"the argument {name.upper()}" if argument else ""
-
-
-def addresses(text: str) -> list[str]:
-    """Split a list of addresses with commas.
-
-    Raises:
-        InvalidRequest: the list is empty, or has an empty place.
-    """
-    found = [part.strip() for part in text.split(",")]
-    if not all(found):
-        raise InvalidRequest("address", f"must be HOST:PORT, or several with commas between them, is {text!r}")
-    return found
 
 
 def prompt_text(prompt: str) -> str:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from moonpool.cli.options import (
-    LOCAL_CONDUCTOR,
     Address,
     Model,
 )
@@ -24,7 +23,7 @@ class BenchServeOptions:
             help="A conductor, HOST:PORT, or a gateway, http://HOST:PORT; several of a kind with commas between them.",
             envvar="MOONPOOL_ADDRESS",
         ),
-    ] = LOCAL_CONDUCTOR
+    ] = ""
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests per second, on average (Poisson); without --trace.")
     ] = 0.0
@@ -77,7 +76,7 @@ class ReplayOptions:
     """Options of `replay`: what is sent, and how."""
 
     trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")]
-    address: Address = LOCAL_CONDUCTOR
+    address: Address = ""
     model: Model = ""
     requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0
     time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0

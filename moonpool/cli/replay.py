@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from moonpool.base.checkpoint import load_config, resolve
 from moonpool.base.errors import ConfigError
+from moonpool.cli.addresses import addresses
 from moonpool.cli.load_generator.loops import trace_loop
 from moonpool.cli.load_generator.senders import greedy, sdk_sender
 from moonpool.cli.models import chosen_model
-from moonpool.cli.options import addresses
 from moonpool.cli.predict_options import ReplayOptions
 from moonpool.client import AsyncClient, GenerateArguments, GenerateResult, Slo, TokenEvent
 from moonpool.engine.emulated.profile import load_profile

@@ -6,22 +6,29 @@ only this user can write, so no other user can make `moonpool stop` end a proces
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import select
 import signal
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from moonpool.base.errors import ConfigError
+from moonpool.base.checkpoint import model_name
+from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.cli.tables import RecordTable, age_text, stdout_console
 from moonpool.engine.cpu_sharing import process_epoch
 
+LOCAL_CONDUCTOR = "127.0.0.1:50051"
+"""Where a conductor is asked for if this user runs no stack: a stack of containers has its conductor there."""
 STOP_TIMEOUT_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -39,6 +46,9 @@ class RunningStack:
         address: the conductors' addresses, separated by commas; "" until the stack is ready.
         http_address: the gateway's, likewise.
         engines: "one" = one engine in both roles, "split" = prefill and decode instances, "" until they are started.
+        name: the stack's name, unique among this user's stacks that run.
+        ports: ports of the stack that starts, before its services listen.
+        started: when the stack was started, seconds since 1970.
     """
 
     pid: int
@@ -49,6 +59,9 @@ class RunningStack:
     address: str = ""
     http_address: str = ""
     engines: str = ""
+    name: str = ""
+    ports: Sequence[int] = ()
+    started: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -56,7 +69,8 @@ class RunningStack:
         return self.boot_id == _boot_id() and self.epoch == process_epoch(self.pid) != 0
 
     def __str__(self) -> str:
-        return f"{self.data_dir} (process {self.pid}, {self.model}, {self.address or 'starting'})"
+        where = f"http://{self.http_address}" if self.http_address else self.address or "starting"
+        return f"{self.name or self.data_dir} ({where}, {self.model})"
 
 
 def state_folder() -> Path:
@@ -80,37 +94,74 @@ def state_folder() -> Path:
 
 
 @contextlib.contextmanager
-def recorded_stack(data_dir: Path, model: str) -> Iterator["StackRecord"]:
-    """Record a stack of this process, which serves `model`, while the body runs.
+def recorded_stack(
+    data_dir: Path,
+    model: str,
+    name: str = "",
+    choose_ports: Callable[[Collection[int]], tuple[int, ...]] = lambda taken: (),
+) -> Iterator["StackRecord"]:
+    """Record a stack of this process while the body runs.
+
+    Args:
+        data_dir: the stack's data folder.
+        model: the model, as the services are told.
+        name: the wanted name; another stack of the name makes it NAME-2.
+        choose_ports: returns the stack's ports, given those of stacks that run.
 
     Raises:
         ConfigError: naming `data_dir`: another stack that runs uses the folder.
     """
     folder = state_folder()
-    for other in _running(folder):
-        if other.data_dir == str(data_dir.resolve()):
-            raise ConfigError("data_dir", f"another stack uses it: {other}")
-    record = StackRecord(folder, data_dir, model)
-    record.write("", "")
+    with _locked(folder):  # two stacks that start at once choose different ports and names
+        others = _running(folder)
+        for other in others:
+            if other.data_dir == str(data_dir.resolve()):
+                raise ConfigError("data_dir", f"another stack uses it: {other}")
+        taken = {other.name for other in others}
+        wanted = name or Path(model).name
+        free = next(each for number in itertools.count(1) if (each := _numbered(wanted, number)) not in taken)
+        ports = choose_ports([port for other in others for port in other.ports])
+        record = StackRecord(folder, data_dir, model, free, ports)
+        record.write("", "")
     try:
         yield record
     finally:
         record.path.unlink(missing_ok=True)
 
 
-class StackRecord:
-    """The file about one stack of this process."""
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
 
-    def __init__(self, folder: Path, data_dir: Path, model: str) -> None:
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel frees when the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class StackRecord:
+    """The file about one stack of this process; `name` is the stack's, `ports` are those that were chosen."""
+
+    def __init__(self, folder: Path, data_dir: Path, model: str, name: str, ports: tuple[int, ...]) -> None:
+        self.name = name
+        self.ports = ports
         self._model = model
         self._data_dir = str(data_dir.resolve())
+        self._started = time.time()
         self.path = folder / f"{hashlib.blake2s(self._data_dir.encode(), digest_size=8).hexdigest()}.json"
 
     def write(self, address: str, http_address: str, engines: str = "") -> None:
         """Write the record with what `RunningStack` says of a stack that is ready; "" while the stack starts."""
         pid = os.getpid()
-        ready = address, http_address, engines
-        record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, self._model, *ready)
+        record = RunningStack(
+            pid, process_epoch(pid), _boot_id(), self._data_dir, self._model, address, http_address, engines,
+            self.name, self.ports, self._started,
+        )  # fmt: skip
         written = self.path.with_suffix(".new")
         written.write_text(json.dumps(dataclasses.asdict(record)))
         written.replace(self.path)
@@ -121,37 +172,65 @@ def running_stacks() -> list[RunningStack]:
     return _running(state_folder())
 
 
+def found_address(name: str = "") -> str:
+    """Conductors of a stack of this user: the one that runs, or the one of that name; `LOCAL_CONDUCTOR` if none runs.
+
+    Raises:
+        InvalidRequest: naming `address`: several stacks run, or none has the name.
+    """
+    ready = [stack for stack in running_stacks() if stack.address]
+    wanted = [stack for stack in ready if name in ("", stack.name)]
+    if len(wanted) == 1:
+        return wanted[0].address
+    names = ", ".join(stack.name for stack in ready)
+    if name:
+        known = f"the stacks that run are {names}" if ready else "no stack is running"
+        raise InvalidRequest("address", f"must be HOST:PORT or the name of a stack, is {name!r}; {known}")
+    if wanted:
+        raise InvalidRequest("address", f"several stacks run; name one with --address: {names}")
+    return LOCAL_CONDUCTOR
+
+
 def run_ps(*, as_json: bool) -> None:
     """Print the stacks that run."""
     running = running_stacks()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(stack) for stack in running]))
         return
-    for stack in running:
-        at = f"http://{stack.http_address}, conductor {stack.address}" if stack.address else "starting"
-        roles = {"one": "one engine in both roles  ", "split": "prefill and decode  "}.get(stack.engines, "")
-        typer.echo(f"{stack.pid}  {stack.model}  {at}  {roles}{stack.data_dir}")
     if not running:
         typer.echo("no stack is running: `moonpool serve MODEL` starts one", err=True)
+        return
+    table = RecordTable("name", "model", "address", "engines", "up", "process", right=("process",))
+    for stack in running:
+        address = f"http://{stack.http_address}" if stack.http_address else stack.address or "starting"
+        engines = {"one": "one, both roles", "split": "prefill, decode"}.get(stack.engines, "")
+        up = age_text(time.time() - stack.started)
+        table.add_row(stack.name, model_name(stack.model), address, engines, up, str(stack.pid))
+    stdout_console().print(table)
 
 
-def run_stop(data_dir: Path | None) -> int:
+def run_stop(name: str = "", data_dir: Path | None = None) -> int:
     """Stop a stack that `moonpool serve` runs, and wait until all processes have ended.
 
     Args:
-        data_dir: the stack's; None = the only stack of this user.
+        name: the stack's name, or its process number; "" = the only stack of this user.
+        data_dir: the stack's data folder; None = as `name` says.
 
     Returns:
-        0 if the stack has ended or none ran; 1 if the stack did not end, or `data_dir` does not name a stack.
+        0 if the stack has ended or none ran; 1 if the stack did not end, or no stack is named so.
     """
     running = _running(state_folder())
     if not running:
         typer.echo("no stack is running")
         return 0
-    wanted = [stack for stack in running if data_dir is None or stack.data_dir == str(data_dir.resolve())]
+    wanted = [
+        stack
+        for stack in running
+        if name in ("", stack.name, str(stack.pid)) and data_dir in (None, Path(stack.data_dir))
+    ]
     if len(wanted) != 1:
         what = "several stacks are" if len(running) > 1 else "another stack is"
-        typer.echo(f"{what} running; choose one with --data-dir:", err=True)
+        typer.echo(f"{what} running; choose one by name:", err=True)
         for stack in running:
             typer.echo(f"  {stack}", err=True)
         return 1
@@ -162,7 +241,7 @@ def _stop(stack: RunningStack) -> int:
     try:
         descriptor = os.pidfd_open(stack.pid)
     except ProcessLookupError:  # the process has just ended
-        typer.echo(f"stopped {stack.address or stack.data_dir}")
+        typer.echo(f"stopped {stack.name}")
         return 0
     try:
         # The descriptor keeps naming the same process. Only now can the check not be overtaken by a new process.
@@ -175,7 +254,7 @@ def _stop(stack: RunningStack) -> int:
                 return 1
     finally:
         os.close(descriptor)
-    typer.echo(f"stopped {stack.address or stack.data_dir}")
+    typer.echo(f"stopped {stack.name}")
     return 0
 
 

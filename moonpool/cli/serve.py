@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.base.config import check_free
-from moonpool.base.errors import Unavailable
+from moonpool.base.config import LOOPBACK, check_free, format_address, is_loopback
+from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.kv import native_library
 from moonpool.base.native.build import BuildError, build
 from moonpool.base.sampling_params import SamplingParams
@@ -28,13 +28,16 @@ from moonpool.cli.forks import forked_services
 from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, setting_of
+from moonpool.cli.start_checks import check_start
 from moonpool.cli.supervisor import Supervisor
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.engine.setup import check_engine_installed
 
 SUPERVISE_INTERVAL_S = 0.1
+TRIED_PORTS = 100
+"""Ports that are tried one after the other where nobody named a port."""
 ReportStatus = Callable[[dict[str, object], str], None]
 """Prints an event: the JSON form or the text."""
 
@@ -48,12 +51,13 @@ def _data_dir(data_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
+def run_serve(plan: StackPlan, data_dir: Path | None, *, movable: Collection[str], restart: bool, as_json: bool) -> int:
     """Start a stack, report the addresses, run until SIGINT or SIGTERM, and drain.
 
     Args:
         plan: the stack's parts and settings.
         data_dir: data folder; None = a temporary one.
+        movable: fields of the plan with a port that gives way to the next free one.
         restart: start a service again that ends unasked; otherwise the end of a service stops the stack.
         as_json: print JSON lines.
 
@@ -68,8 +72,15 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
     def on_ready(service: ServiceProcess) -> None:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
-    with _data_dir(data_dir) as folder, recorded_stack(folder, plan.model) as record:
-        planned, engines = decide_engines(replace(plan, data_dir=folder), one_client=False)
+    def choose(taken: Collection[int]) -> tuple[int, int]:
+        return free_ports(plan, movable, taken)
+
+    with _data_dir(data_dir) as folder, recorded_stack(folder, plan.model, plan.name, choose) as record:
+        port, http_port = record.ports
+        plan = replace(plan, data_dir=folder, port=port, http_port=http_port)
+        if word := open_word(plan):
+            typer.echo(word, err=True)
+        planned, engines = decide_engines(plan, one_client=False)
         ready, note = _emulated_note(planned)
         with contextlib.ExitStack() as running:
             stack = running.enter_context(started_stack(planned, on_ready))
@@ -102,12 +113,14 @@ def started_stack(
     """Start a stack and show how that goes; what can be found out before anything is loaded is found out first.
 
     Raises:
-        ConfigError: a port is taken, or the packages of engines are not installed.
+        ConfigError: a port is taken, a setting is wrong, or the packages of engines are not installed.
+        CheckpointError: the model cannot be used.
         Unavailable: a service did not start.
     """
     if not plan.engine.startswith(SCHEME):
         check_engine_installed()
     check_ports(plan)
+    check_start(plan)
     with contextlib.ExitStack() as running:
         with start_progress(console) as progress:
             plan = tell_memory(plan, progress)
@@ -132,9 +145,48 @@ def check_ports(plan: StackPlan) -> None:
         ConfigError: naming the flag of `moonpool serve`: another program listens there.
     """
     if plan.http_port:
-        check_free(f"127.0.0.1:{plan.http_port}", "port")
+        check_free(format_address(plan.host, plan.http_port), "port")
     for number in range(plan.conductors if plan.port else 0):
-        check_free(f"127.0.0.1:{plan.port + number}", "conductor_port")
+        check_free(format_address(LOOPBACK, plan.port + number), "conductor_port")
+
+
+def free_ports(plan: StackPlan, movable: Collection[str], taken: Collection[int]) -> tuple[int, int]:
+    """The ports of a stack's first conductor and of the gateway.
+
+    Args:
+        plan: the stack, with the ports that are wanted.
+        movable: fields of the plan with a port that gives way to the next free one.
+        taken: ports of stacks that start.
+    """
+    ports = []
+    for field, host, count in (("port", LOOPBACK, plan.conductors), ("http_port", plan.host, 1)):
+        first: int = getattr(plan, field) or 0
+        if first and field in movable:
+            tried = range(first, first + TRIED_PORTS)
+            first = next((port for port in tried if _all_free(host, range(port, port + count), taken)), 0)
+        ports.append(first)
+    return ports[0], ports[1]
+
+
+def _all_free(host: str, ports: range, taken: Collection[int]) -> bool:
+    if any(port in taken for port in ports):
+        return False
+    try:
+        for port in ports:
+            check_free(format_address(host, port), "port")
+    except ConfigError:
+        return False
+    return True
+
+
+def open_word(plan: StackPlan) -> str:
+    """A warning that others may use the model without a key; "" if they cannot, or need one."""
+    if is_loopback(plan.host) or plan.api_key_hashes or setting_of(plan, "gateway", "api_keys", ""):
+        return ""
+    return (
+        f"WARNING: whoever reaches {plan.host} port {plan.http_port or '(any free one)'} may use this model, without "
+        "a key and in plaintext.\n--api-key KEY asks for a key; `moonpool keys create NAME` makes keys for several."
+    )
 
 
 def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:

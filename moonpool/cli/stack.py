@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from moonpool.base.config import ENV_PREFIX, SERVICE_MODULES, config_class
+from moonpool.base.checkpoint import model_name
+from moonpool.base.config import ENV_PREFIX, LOOPBACK, SERVICE_MODULES, WILDCARDS, config_class, format_address
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.fork_server import IN_USE, Launcher, Program, execute, start_service
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
@@ -28,6 +29,8 @@ from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 
 GATEWAY_ID = "gateway-0"
+KEY_TENANT = "key"
+"""Tenant of all keys that the user gave as such, not in a file."""
 ENGINE_NAME = "engine"
 """Beginning of the id of an engine in both roles."""
 BOTH_ROLES = "computes_prompts=true"
@@ -67,6 +70,9 @@ class StackPlan:
         pipeline_parallel_size: pipeline stages in each prefill instance.
         port: the first conductor's port; further conductors have the following ports. 0 = any free ports.
         http_port: the gateway's port; 0 = any free port, None = no gateway.
+        host: address at which the gateway listens; all other services listen at loopback.
+        api_key_hashes: SHA-256 of the keys, any of which the gateway's clients must send; none = as settings say.
+        alias: a further name by which clients know the model, unless settings say names; "" = none.
         engine: "real", or "emulated:PROFILE" to emulate compute at prefill and decode.
         time_scale: emulated profile seconds that pass in one second; 0 = the profile's own.
         threads: most compute threads per engine process; 0 = all cores, which engines lend each other.
@@ -95,6 +101,9 @@ class StackPlan:
     pipeline_parallel_size: int = 1
     port: int = 0
     http_port: int | None = None
+    host: str = LOOPBACK
+    api_key_hashes: Sequence[str] = ()
+    alias: str = ""
     engine: str = "real"
     time_scale: float = 0.0
     threads: int = 0
@@ -108,6 +117,11 @@ class StackPlan:
     swap_roles: bool = False
     tls: Tls | None = None
     extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The model's name in short, by which the user knows the stack."""
+        return self.alias.rpartition("/")[2] or model_name(self.model)
 
     @property
     def engine_counts(self) -> Mapping[str, int]:
@@ -325,7 +339,7 @@ class LocalStack:
         self.address = self.addresses[0]
         waiting = self.spawn_members("kvstore", self.plan.kvstore)
         if self.plan.http_port is not None:
-            waiting.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
+            waiting.append(self.spawn("gateway", GATEWAY_ID, self.gateway_arguments(self.plan.http_port)))
         for kind, count in self.plan.engine_counts.items():
             waiting += self.spawn_members(kind, count)
         while waiting:
@@ -429,8 +443,8 @@ class LocalStack:
             service.wait(max(0.0, deadline - time.monotonic()))
         self.services.clear()
 
-    def _common_arguments(self, kind: str, service_id: str, port: int) -> Iterator[str]:
-        yield from ("--id", service_id, "--listen", f"127.0.0.1:{port}", "--log-level", self.plan.log_level)
+    def _common_arguments(self, kind: str, service_id: str, listen: str) -> Iterator[str]:
+        yield from ("--id", service_id, "--listen", listen, "--log-level", self.plan.log_level)
         yield from ("--set", f"drain_s={DRAIN_S:g}")
         if self.plan.spans_dir is not None:
             yield from ("--set", f"spans_dir={self.plan.spans_dir}")
@@ -441,15 +455,34 @@ class LocalStack:
         arguments = ["--model", self.plan.model, "--kvstore-replicas", str(self.plan.kvstore_replicas)]
         if self.plan.swap_roles:
             arguments += ["--set", "swap_roles=true"]
-        return [*arguments, *self._common_arguments("conductor", service_id, port)]
+        return [*arguments, *self._common_arguments("conductor", service_id, format_address(LOOPBACK, port))]
 
     def _join_arguments(self) -> list[str]:
         return [part for address in self.addresses for part in ("--conductor", address)]
 
-    def _gateway_arguments(self, port: int) -> list[str]:
+    def gateway_arguments(self, port: int) -> list[str]:
+        """The command line of the gateway; writes the file of the plan's keys."""
         batches = self.plan.data_dir / GATEWAY_ID / "batches"
         arguments = [*self._join_arguments(), "--model", self.plan.model, "--set", f"batch_dir={batches}"]
-        return [*arguments, *self._common_arguments("gateway", GATEWAY_ID, port)]
+        if self.plan.alias and not setting_of(self.plan, "gateway", "served_model_name", ""):
+            names = dict.fromkeys((model_name(self.plan.model), self.plan.alias))
+            arguments += ["--served-model-name", ",".join(names)]
+        if self.plan.api_key_hashes:
+            arguments += ["--api-keys", str(self._write_keys()), "--set", f"operator_tenants={KEY_TENANT}"]
+        if self.plan.host in WILDCARDS:
+            arguments += ["--advertise", "[::1]:0" if ":" in self.plan.host else LOOPBACK]
+        return [*arguments, *self._common_arguments("gateway", GATEWAY_ID, format_address(self.plan.host, port))]
+
+    def _write_keys(self) -> Path:
+        """Write the file of the plan's keys, all of one tenant."""
+        path = self.plan.data_dir / GATEWAY_ID / "keys"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            path.write_text("".join(f"sha256:{key} {KEY_TENANT}\n" for key in self.plan.api_key_hashes))
+        except OSError as error:
+            raise ConfigError("data_dir", f"{path} cannot be written: {error.strerror}") from error
+        return path
 
     def member_arguments(self, kind: str, service_id: str) -> list[str]:
         """The command line of a kvstore or an engine."""
@@ -476,7 +509,7 @@ class LocalStack:
             arguments += ["--pipeline-parallel-size", str(plan.pipeline_parallel_size)]
         if kind in OTHER_ROLE and _either_role(plan, kind):
             arguments += ["--set", "either_role=true", *_settings_of_role(plan, OTHER_ROLE[kind])]
-        return [*arguments, *self._common_arguments(kind, service_id, 0)]
+        return [*arguments, *self._common_arguments(kind, service_id, format_address(LOOPBACK, 0))]
 
 
 def _either_role(plan: StackPlan, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""The verbs that one starts with: serve, run, chat, pull, list, ps, stop, generate, demo, model."""
+"""The verbs that one starts with, from serve to model."""
 
 import signal
 import sys
@@ -9,15 +9,14 @@ from typing import Annotated
 import typer
 
 from moonpool.base.checkpoint.tensor_info import Quantization
-from moonpool.base.errors import ConfigError
 from moonpool.base.sizes import size_option
+from moonpool.cli.addresses import addresses
 from moonpool.cli.options import (
-    LOCAL_CONDUCTOR,
+    MODEL_HELP,
     START,
     Address,
     AnswerTokens,
     EngineChoice,
-    Engines,
     ModelArgument,
     Seed,
     SystemTurn,
@@ -25,80 +24,15 @@ from moonpool.cli.options import (
     TopP,
     UsedContext,
     UsedContextTtl,
-    addresses,
     prompt_text,
     same_fields,
     text_of,
     verb,
 )
+from moonpool.cli.serve_options import ServeOptions
 from moonpool.cli.settings import ServeCommand
 
 app = typer.Typer()
-
-HTTP_PORT, CONDUCTOR_PORT = 8000, 50051
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Options of `serve`."""
-
-    model: ModelArgument = ""
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The gateway's port, which speaks HTTP; 0 = any free one.")
-    ] = HTTP_PORT
-    conductor_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="The first conductor's port; others take the next ones. 0 = any free ones. Default: 50051, or 0 with "
-            "--port 0.",
-        ),
-    ] = None
-    engines: EngineChoice = "auto"
-    prefill: Annotated[
-        int | None, typer.Option(min=1, help="Prefill instances; default 1. Engines are split if it is given.")
-    ] = None
-    decode: Annotated[
-        int | None, typer.Option(min=1, help="Decode instances; default 1. Engines are split if it is given.")
-    ] = None
-    kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1
-    conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1
-    engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real"
-    time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
-        ),
-    ] = 0
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of hashed API keys and their tenants, for clients over HTTP. Default: no key is needed."
-        ),
-    ] = None
-    chat_template: Annotated[
-        Path | None, typer.Option(help="File with a chat template (Jinja) in place of the model's.")
-    ] = None
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="LoRA adapter that requests may name as model (may be given again)."),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SERVICE.NAME=VALUE",
-            help="A setting (docs/flags.md) of conductor, prefill, decode, kvstore, gateway, engine (prefill and "
-            "decode) or all; may be given again.",
-        ),
-    ] = None
-    config: Annotated[Path | None, typer.Option(help="YAML file of such settings: {SERVICE: {NAME: VALUE}}.")] = None
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
-    restart: Annotated[bool, typer.Option(help="Restart a service that ends unasked; else the stack stops.")] = True
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False
 
 
 @app.command(cls=ServeCommand, rich_help_panel=START)
@@ -106,48 +40,13 @@ class ServeOptions:
 def serve(options: ServeOptions) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C: HTTP on port 8000."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    from moonpool.cli.models import pulled_model
     from moonpool.cli.serve import run_serve
-    from moonpool.cli.settings import lora_settings, stack_settings
-    from moonpool.cli.stack import StackPlan
+    from moonpool.cli.serve_plan import movable_ports, serve_plan
 
-    settings = list(options.settings or ())
-    if options.api_keys is not None:
-        settings.append(f"gateway.api_keys={options.api_keys.resolve()}")
-    if options.chat_template is not None:
-        settings += [
-            f"{service}.chat_template={options.chat_template.resolve()}" for service in ("conductor", "gateway")
-        ]
-    settings = [*lora_settings(options.lora_modules or ()), *settings]
-    conductor_port = options.conductor_port
-    if conductor_port is None:
-        conductor_port = CONDUCTOR_PORT if options.port else 0
-    own = {
-        "engines": _engines(options),
-        "prefill": options.prefill or 1,
-        "decode": options.decode or 1,
-        "model": pulled_model(options.model),
-        "data_dir": options.data_dir or Path(),
-        "port": conductor_port,
-        "http_port": options.port,
-        "extra": stack_settings(options.config, settings) if options.config or settings else {},
-    }
-    plan = StackPlan(**same_fields(options, StackPlan) | own)
-    raise typer.Exit(run_serve(plan, options.data_dir, restart=options.restart, as_json=options.as_json))
-
-
-def _engines(options: ServeOptions) -> Engines:
-    """Return how the engines are divided, as far as flags say.
-
-    Raises:
-        ConfigError: one engine, and a number of instances.
-    """
-    for name, count in (("prefill", options.prefill), ("decode", options.decode)):
-        if count is not None:
-            if options.engines == "one":
-                raise ConfigError(name, f"--engines one has a single engine; leave out --{name} or --engines")
-            return "split"
-    return options.engines
+    plan = serve_plan(options)
+    movable = movable_ports(options)
+    ended = run_serve(plan, options.data_dir, movable=movable, restart=options.restart, as_json=options.as_json)
+    raise typer.Exit(ended)
 
 
 @app.command(rich_help_panel=START)
@@ -175,7 +74,7 @@ def run(
 
 @app.command(rich_help_panel=START)
 def chat(
-    address: Address = LOCAL_CONDUCTOR,
+    address: Address = "",
     system: SystemTurn = "",
     max_tokens: AnswerTokens = 512,
     temperature: Temperature = 0.2,
@@ -207,11 +106,30 @@ def pull(
 
 
 @app.command("list", rich_help_panel=START)
-def list_(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+def list_(
+    known: Annotated[bool, typer.Option("--all", help="Also list names of models that can be fetched.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
     """List the models on this machine."""
     from moonpool.cli.models import run_list
 
-    run_list(as_json=as_json)
+    run_list(known=known, as_json=as_json)
+
+
+@app.command(rich_help_panel=START)
+def show(model: Annotated[str, typer.Argument(help=MODEL_HELP)]) -> None:
+    """Show a model: parameters, context, memory that it takes; `model inspect` has options."""
+    from moonpool.cli.models import chosen_model, run_inspect
+
+    run_inspect(chosen_model(model), "auto", None, None, max_model_len=None, quantization="auto", as_json=False)
+
+
+@app.command(rich_help_panel=START)
+def rm(model: Annotated[str, typer.Argument(help="The model's name, as `moonpool list` says.")]) -> None:
+    """Remove a fetched model from this machine."""
+    from moonpool.cli.models import run_rm
+
+    run_rm(model)
 
 
 @app.command(rich_help_panel=START)
@@ -224,12 +142,13 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list."
 
 @app.command(rich_help_panel=START)
 def stop(
-    data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the only stack.")] = None,
+    name: Annotated[str, typer.Argument(help="The stack's name or process number, as `moonpool ps` says.")] = "",
+    data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack.")] = None,
 ) -> None:
     """Stop the stack that `moonpool serve` started on this machine, and wait until all processes have ended."""
     from moonpool.cli.running_stacks import run_stop
 
-    raise typer.Exit(run_stop(data_dir))
+    raise typer.Exit(run_stop(name, data_dir and data_dir.resolve()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +156,7 @@ class GenerateOptions:
     """Options of `generate`."""
 
     prompt: Annotated[str, typer.Argument(help="The prompt; - or a pipe: standard input.")] = "-"
-    address: Address = LOCAL_CONDUCTOR
+    address: Address = ""
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's turn through the chat template.")] = False
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0
@@ -363,3 +282,15 @@ def inspect(
 
 
 app.add_typer(model_app, name="model", rich_help_panel=START)
+
+
+@app.command("help", rich_help_panel=START)
+def help_(
+    context: typer.Context,
+    verb: Annotated[
+        list[str] | None, typer.Argument(metavar="[VERB]", help="For example serve, or bench serve.")
+    ] = None,
+) -> None:
+    """Explain a verb: the same as `moonpool VERB --help`."""
+    root = context.find_root()
+    root.command.main([*(verb or ()), "--help"], prog_name=root.info_name)

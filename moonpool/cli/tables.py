@@ -19,6 +19,23 @@ def stdout_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
 
 
+def age_text(seconds: float) -> str:
+    """A length of time as people say it: "40 s", "5 min", "3 h", "2 days"."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (seconds >= length and unit != "days"):
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def size_text(count: float) -> str:
+    """Bytes as people say them, in decimal units with two digits at least: "93 MB", "1.4 GB"."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if count >= 9.95 or unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
 class RecordTable:
     """A row per record; the first cell names the record.
 

@@ -248,7 +248,7 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
     checkpoint = await asyncio.to_thread(Checkpoint.load, config.model, config.chat_template)
     if config.generation_config == "auto" and (unread := checkpoint.config.answer_rules.unread):
         log.warning("generation_config.json has settings that are not honoured", settings=", ".join(unread))
-    metrics = PrometheusMetrics(config.service())
+    metrics = PrometheusMetrics.of(config)
     async with conductor(config, checkpoint, context.epoch, context.spans, metrics) as (servicer, address):
         log.info("serving", address=address, model=checkpoint.name)
         context.announce(address)

@@ -24,6 +24,7 @@ from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.flow_control import StreamTraffic
 from moonpool.base.transport.peer_clients import PeerClients
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.interface import Engine
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
@@ -125,6 +126,7 @@ class BlockLoader:
         engine: owner of the pool that KV is written to.
         open_reader: makes an instance's client, given the address and the reading method.
         spans: where loading is recorded.
+        histograms: where the seconds of loads are observed.
         emulated_s: seconds that emulated hardware takes to load a number of bytes; None = not emulated.
     """
 
@@ -133,6 +135,7 @@ class BlockLoader:
         engine: Engine,
         open_reader: Callable[[str, ReadMethod], PrefixReader],
         spans: Recorder,
+        histograms: EngineHistograms,
         emulated_s: Callable[[int], float] | None = None,
     ) -> None:
         self._emulated_s = emulated_s
@@ -140,6 +143,7 @@ class BlockLoader:
         self._layout = engine.layout
         self._peers = {kind: PeerClients(partial(_open, open_reader, method)) for kind, method in READ_METHODS.items()}
         self._spans = spans
+        self._histograms = histograms
 
     @property
     def open_reads(self) -> int:
@@ -174,6 +178,8 @@ class BlockLoader:
             finally:
                 emulated.close()
             ended = world.monotonic()
+            kind = "kvstore" if source.kind == kv_pb2.INSTANCE_KIND_KVSTORE else "peer"
+            self._histograms.load_s.labels(kind).observe(ended - began)
             read.came(loaded * self._layout.block_size, began, ended)
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
         except PrefixLost as lost:

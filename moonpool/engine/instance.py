@@ -7,7 +7,7 @@ to the other role's service, and joins again. Process, engine processes, weights
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.interface import Engine
 from moonpool.engine.loras import InstanceLoras
 from moonpool.engine.role_engine import RoleEngine
@@ -96,6 +97,7 @@ class InstanceContext:
         dialer: opens transports to other instances.
         listener: offers transports to them.
         beside: threads for what would keep the event loop from dispatching steps.
+        histograms: of steps, loads and sends, under the role's name.
         handover: what the former role has left; None in the first role.
     """
 
@@ -109,6 +111,7 @@ class InstanceContext:
     dialer: TransportDialer
     listener: TransportListener
     beside: ThreadOffload
+    histograms: EngineHistograms
     handover: Handover | None = None
 
     @property
@@ -156,6 +159,7 @@ class ExecutorParts:
         engine: runs the steps.
         write_back: writes full blocks to kvstores.
         spans: where spans are recorded.
+        histograms: of steps, loads and sends.
         notify: called when load or keys have changed.
         journal: records the scheduler's events; None = no journal.
         clock: seconds; never goes back.
@@ -164,6 +168,7 @@ class ExecutorParts:
     engine: Engine
     write_back: WriteBack
     spans: Recorder
+    histograms: EngineHistograms
     notify: Notify
     journal: JournalWriter | None = None
     clock: Callable[[], float] = world.monotonic
@@ -273,13 +278,14 @@ async def run_instance(
         engine = await stack.enter_async_context(started)
         _check_steps(config, engine)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
-        metrics = PrometheusMetrics(config.service())
+        metrics = PrometheusMetrics.of(config)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         servicers = [_RoleServicer(config.id, role) for role in roles]
         services = [(servicer.role.service, servicer) for servicer in servicers]
         server = await stack.enter_async_context(serving(config.listen, services, security=security))
         metrics.ready = server.lacking
-        instance = _Instance(context, config, setup, engine, channels, beside, metrics, servicers, server)
+        histograms = {name: EngineHistograms(metrics, name) for name in (servicer.role.name for servicer in servicers)}
+        instance = _Instance(context, config, setup, engine, channels, beside, metrics, histograms, servicers, server)
         await instance.run()
 
 
@@ -330,6 +336,7 @@ class _Instance:
     channels: Channels
     beside: ThreadOffload
     metrics: PrometheusMetrics
+    histograms: Mapping[str, EngineHistograms]
     servicers: Sequence[_RoleServicer]
     server: RunningServer
 
@@ -359,7 +366,8 @@ class _Instance:
             instance = self.context.instance(role.kind, config.id, address)
             dialer, listener = open_dialer_and_listener(config, engine, instance)
             kv = EgressLink(self.setup.link_rate), instance, self.context.spans, bell.ring, dialer, listener
-            shared = InstanceContext(self.setup, engine, self.channels, *kv, self.beside, handover)
+            measured = self.beside, self.histograms[role.name]
+            shared = InstanceContext(self.setup, engine, self.channels, *kv, *measured, handover)
             service, calls = role.build(shared)
             stack.callback(self.metrics.watch(service.gauges(), role.name))
             await stack.enter_async_context(listener.running(config))

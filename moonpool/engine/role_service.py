@@ -15,6 +15,7 @@ from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
+from moonpool.base.runtime.journal import JournalWriter
 from moonpool.base.scheduling.block_lending import BlockLending
 from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.latency import Speeds
@@ -22,7 +23,7 @@ from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.engine.block_loader import BlockLoader
 from moonpool.engine.config import EngineConfig
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, Handover, InstanceContext, run_together
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, Handover, InstanceContext, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolCalls, PoolReads
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.request import RequestReader
@@ -115,6 +116,13 @@ class RoleService(ABC):
         self.streams = OpenStreams()
         self.closing = asyncio.Event()
 
+    def executor_parts(self, journal: JournalWriter | None) -> ExecutorParts:
+        """What the role's executor works with; `journal` records the scheduler's events."""
+        context = self.context
+        return ExecutorParts(
+            context.engine, self.write_back, context.spans, context.histograms, context.notify, journal
+        )
+
     def open_loader(self) -> BlockLoader:
         """Make the reader of KV from kvstores and other instances; whoever asks closes it."""
         context, emulated = self.context, self.context.emulated
@@ -124,7 +132,8 @@ class RoleService(ABC):
             read = partial(BlockReader, method=method, forgotten=forgotten, offload=self.beside)
             return PartedReader(source, read) if method is FROM_STORE else read(source)
 
-        return BlockLoader(context.engine, open_reader, context.spans, None if emulated is None else emulated.load_s)
+        load_s = None if emulated is None else emulated.load_s
+        return BlockLoader(context.engine, open_reader, context.spans, context.histograms, load_s)
 
     def offer(self, executor: RoleExecutor, manager: BlockManager, lending: BlockLending) -> None:
         """Offer pool and adapters to others, with what the former role has left in them."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
+from moonpool.base import world
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc.watched_files import WatchedFiles
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.process_info import expiry_warning
 
 log = get_logger(__name__)
 
@@ -56,9 +58,10 @@ class ReloadedCertificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        context.load_cert_chain(
-            self._cert, self._key, password=""
-        )  # a key with a password is refused, not prompted for
+        # A key with a password is refused, not prompted for.
+        context.load_cert_chain(self._cert, self._key, password="")
+        if warning := expiry_warning(self._cert.read_bytes(), world.unix_time()):
+            log.warning(warning, file=str(self._cert))
         return context
 
 

@@ -61,6 +61,11 @@ class GatewayConfig(ServiceConfig):
         (),
         description="names by which clients know the model; responses have the first. Default: the checkpoint's name",
     )
+    any_model_name: bool = Field(
+        False,
+        description="a request may name any model, for programs that insist on a name of theirs: each name but those "
+        "of LoRA adapters stands for the served model; responses have the served model's name",
+    )
     allowed_hosts: Names = Field(
         (),
         description='host names by which clients reach the gateway, for example llm.example.com; "*" for all. Default: '

@@ -42,7 +42,7 @@ from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
-from moonpool.gateway.serving.request_builder import RequestBuilder
+from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 CONNECT_TIMEOUT_S = 2.0
@@ -110,7 +110,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer, archit
     Raises:
         ConfigError: a setting is wrong.
     """
-    metrics = PrometheusMetrics(config.service())
+    metrics = PrometheusMetrics.of(config, ssl_certfile=config.ssl_certfile)
     async with (
         application(config, checkpoint_tokenizer, metrics, architecture) as (app, watched),
         http_serving(app, config) as (server, port),
@@ -223,7 +223,8 @@ def gateway_context(
         keys = ApiKeys(config.api_keys)
     request_metrics = GatewayMetrics(metrics, world.monotonic)
     cluster = ClusterStateCache(client, request_metrics.clock)
-    builder = RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name)
+    names = ServedNames(config.served_model_name, any_name=config.any_model_name)
+    builder = RequestBuilder(config.request_timeout_s, tokenizer, names)
     context = ResponsesContext(
         client=client,
         auth=Authenticator(

@@ -211,7 +211,7 @@ class KVStoreService(StoreListener):
         self.idle.set()
         self.streams = OpenStreams()
         self.listener = TransportListener(open_transports(config), instance.epoch)
-        self.metrics = PrometheusMetrics(config.service())
+        self.metrics = PrometheusMetrics.of(config)
         self._closing = asyncio.Event()
         self._draining = False
         threads = config.read_threads * max(1, len(config.data_dir))

@@ -13,12 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Histogram
+
 from moonpool.base.cluster import Notify
 from moonpool.base.errors import Internal, Unavailable
 from moonpool.base.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.server import RunningServer, serving
 from moonpool.base.telemetry.metrics import restless
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.base.transport.flow_control import EgressLink
@@ -27,6 +30,7 @@ from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.service import DecodeInstance
 from moonpool.engine.decode.service import contract as decode_contract
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.instance import InstanceContext, open_dialer_and_listener
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.prefill.config import PrefillConfig
@@ -166,8 +170,25 @@ def _parts(
     )
     dialer, transports = open_dialer_and_listener(config, engine, instance)
     return InstanceContext(
-        plan, engine, channels, EgressLink(rate), instance, spans, notify, dialer, transports, beside
+        plan,
+        engine,
+        channels,
+        EgressLink(rate),
+        instance,
+        spans,
+        notify,
+        dialer,
+        transports,
+        beside,
+        EngineHistograms(PrometheusMetrics("engine"), "engine"),
     )
+
+
+def observed(histogram: Histogram) -> dict[str, float]:
+    """How often a histogram was observed, by the labels' values; "" without labels."""
+    (family,) = histogram.collect()
+    counts = [sample for sample in family.samples if sample.name.endswith("_count")]
+    return {" ".join(sample.labels.values()): sample.value for sample in counts}
 
 
 @asynccontextmanager

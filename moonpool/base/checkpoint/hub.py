@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -22,12 +22,16 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
+from moonpool.base.checkpoint.fetching import cause_of, chain_text, check_room
 from moonpool.base.checkpoint.huggingface import folder_weights
 from moonpool.base.errors import CheckpointError
 
 _REPORT_S = 10.0
+_HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
+"""What the hub library's HTTP client raises, whichever client the library has."""
 #: What is fetched from a hub repository: files of the top folder only (see `_IGNORE`).
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
 _IGNORE = ("*/*", "consolidated*.safetensors")
@@ -63,6 +67,25 @@ def complete_models() -> dict[str, Path]:
     return {name: folder for name in ids if (folder := cached(name, None)) is not None}
 
 
+def remove(name: str) -> int:
+    """Remove a repository from the cache; return the bytes that are free again, 0 if it was not there.
+
+    Raises:
+        CheckpointError: the cache cannot be written.
+    """
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return 0
+    found = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name]
+    plan = cache.delete_revisions(*(revision.commit_hash for repo in found for revision in repo.revisions))
+    if found:
+        plan.execute()
+    if any(repo.repo_path.exists() for repo in found):
+        raise CheckpointError(f"{name}: {found[0].repo_path} cannot be removed")
+    return plan.expected_freed_size
+
+
 def fetch(name: str, revision: str | None) -> Path:
     """Fetch a hub repository's permitted files; return the snapshot folder.
 
@@ -70,16 +93,37 @@ def fetch(name: str, revision: str | None) -> Path:
         CheckpointError: no such model, or the model cannot be fetched.
     """
     try:
+        _check_room(name, revision)
         return _downloaded(name, revision)
     except GatedRepoError:
         raise CheckpointError(f"{name}: the hub asks for a login that has access to this model") from None
     except RepositoryNotFoundError:
         raise CheckpointError(f"{name}: neither a folder here nor a model on {constants.ENDPOINT}") from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{name}: no such folder, not in the local cache, and not fetched from {constants.ENDPOINT}: {reason}"
-        ) from None
+    except OfflineModeIsEnabled:
+        raise CheckpointError(f"{name}: no such folder, not in the local cache, and HF_HUB_OFFLINE is set") from None
+    except (LocalEntryNotFoundError, _HTTP_ERROR, OSError) as error:
+        reason = cause_of(chain_text(error), constants.ENDPOINT, Path(constants.HF_HUB_CACHE))
+        reason = reason or (str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise CheckpointError(f"{name}: no such folder, not in the local cache, and not fetched: {reason}") from None
+
+
+def _check_room(name: str, revision: str | None) -> None:
+    """See that the cache's disk has room for what is fetched.
+
+    Raises:
+        CheckpointError: there is less room.
+        Exception: as `snapshot_download`.
+    """
+    info = HfApi().model_info(name, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = filter_repo_objects(sizes, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(_IGNORE))
+    came = sum(blob.stat().st_size for blob in _blobs(name).glob("*"))
+    check_room(name, sum(sizes[file] for file in wanted) - came, Path(constants.HF_HUB_CACHE), "HF_HOME")
+
+
+def _blobs(name: str) -> Path:
+    """Folder of the files of a repository in the cache."""
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
@@ -105,7 +149,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
             found.set_exception(error)
 
     threading.Thread(target=download, name="hub", daemon=True).start()
-    blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
+    blobs = _blobs(name)
     while True:
         try:
             return Path(found.result(_REPORT_S))

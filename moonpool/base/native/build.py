@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -43,25 +44,17 @@ _COMPILING = Path(__file__).with_name("compiling.py")
 Report = Callable[[str], None]
 """Called about once a second with what a build does or waits for, and when that changes."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-w")
+_AVX512_BF16 = frozenset(
+    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"}
+)
+_AVX512_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512")
 #: Per instruction set: what the processor must have (Linux's names), and the compiler's flags. The first that fits.
 TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "avx512-bf16": (
-        frozenset(
-            {
-                "avx512f",
-                "avx512bw",
-                "avx512vl",
-                "avx512dq",
-                "avx512cd",
-                "avx512_bf16",
-                "avx512_vnni",
-                "avx2",
-                "fma",
-                "f16c",
-            }
-        ),
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
+    "avx512-bf16-amx": (
+        _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+        (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
+    "avx512-bf16": (_AVX512_BF16, _AVX512_BF16_FLAGS),
     "avx512-vnni": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx2", "fma", "f16c"}),
         ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
@@ -97,7 +90,9 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = {
     "x86_64": Architecture(
-        "flags", frozenset({"sse2"}), ("avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "sse2")
+        "flags",
+        frozenset({"sse2"}),
+        ("avx512-bf16-amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "sse2"),
     ),
     "aarch64": Architecture("Features", frozenset({"asimd"}), ("neon-dot", "neon")),
 }
@@ -107,7 +102,30 @@ class BuildError(Exception):
     """The kernels cannot be built here; the message says why."""
 
 
+_REQUEST_STATE, _TILE_DATA = 0x1023, 18
+"""ARCH_REQ_XCOMP_PERM of arch_prctl, and the number of AMX's tiles there."""
+
+
+def tiles_permitted() -> bool:
+    """Ask Linux for AMX's tiles, and return whether this process may use them: without this, AMX ends a process.
+
+    The permission is for all threads of this process and for processes forked from it. Kernels before 5.16 and some
+    sandboxes refuse.
+    """
+    arch_prctl = ctypes.c_long(158)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(call(arch_prctl, ctypes.c_long(_REQUEST_STATE), ctypes.c_long(_TILE_DATA)) == 0)
+
+
 def processor_flags() -> frozenset[str]:
+    """Return the features that this process may use, by Linux's names; empty if the architecture has no kernels."""
+    found = listed_flags()
+    if "amx_tile" in found and not tiles_permitted():
+        return frozenset(name for name in found if not name.startswith("amx_"))
+    return found
+
+
+def listed_flags() -> frozenset[str]:
     """Return the processor's features by Linux's names; empty if the architecture has no kernels."""
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:

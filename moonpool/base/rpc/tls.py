@@ -21,6 +21,7 @@ from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.roles import RoleGate
 from moonpool.base.rpc.watched_files import WatchedFiles
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.process_info import expiry_warning
 
 NAME = "moonpool"
 """DNS name in every service's certificate. Channels check this name at every address: instances move."""
@@ -173,6 +174,8 @@ class Tls:
                 raise ConfigError(name, f"cannot read {path}: {error.strerror}") from error
             if b"-----BEGIN " not in found[name]:
                 raise ConfigError(name, f"{path} is not a PEM file")
+        if (cert := found.get("tls_cert")) and (warning := expiry_warning(cert, world.unix_time())):
+            log.warning(warning, file=str(self._paths["tls_cert"]))
         return found
 
 

@@ -3,10 +3,13 @@
 Names are `moonpool_<service>_<metric>`. The same port answers the probes of orchestrators.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,11 +17,12 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from moonpool.base.config import is_loopback, parse_address
+from moonpool.base.config import ServiceConfig, is_loopback, parse_address
 from moonpool.base.errors import ConfigError
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import MetricKind, MetricSample, MetricSet
 from moonpool.base.telemetry.metrics_server import TEXT, Answer, MetricsServer
+from moonpool.base.telemetry.process_info import CertificateExpiry, register_process
 
 PROBE_S = 1.0
 """Seconds in which the service's event loop answers a probe."""
@@ -49,9 +53,23 @@ class PrometheusMetrics:
         self._prefix = f"moonpool_{service}_"
         self.ready: Callable[[], str] = lambda: "the service starts"
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Iterable[str] = ()) -> Histogram:
-        """A histogram; observing costs about a microsecond."""
-        return Histogram(self._prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
+    @classmethod
+    def of(cls, config: ServiceConfig, **certificates: Path | None) -> PrometheusMetrics:
+        """Metrics of a service with these settings.
+
+        `certificates` are the files of the settings that name further certificates than `tls_cert`.
+        """
+        metrics = cls(config.service())
+        register_process(metrics.registry, config.service())
+        metrics.registry.register(CertificateExpiry({"tls_cert": config.tls_cert, **certificates}))
+        return metrics
+
+    def histogram(
+        self, name: str, text: str, buckets: Sequence[float], labels: Iterable[str] = (), service: str = ""
+    ) -> Histogram:
+        """A histogram; observing costs about a microsecond. `service`: in the name, if not this process's own."""
+        prefix = f"moonpool_{service}_" if service else self._prefix
+        return Histogram(prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
 
     def counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         """A counter whose labels' values are known when something happens; the name is without `_total`.

@@ -62,6 +62,7 @@ class RunLoop:
         model: DraftModel | None = None,
     ) -> None:
         self._engine, self._spans, self._notify = parts.engine, parts.spans, parts.notify
+        self._histograms = parts.histograms
         self._drafts, self._model, self._clock = drafts, model, parts.clock
         self._live, self._max_tokens = live, max_tokens
         self._post, self._abort = post, abort
@@ -339,7 +340,9 @@ class RunLoop:
         self.steps += 1
         record_step_span(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
-        return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
+        seconds = (result.end_ns - begin_ns - result.waited_ns) / 1e9
+        self._histograms.step(seconds, len(sequences), len(sequences) + sum(chunk.count for chunk in run.chunks))
+        return seconds, result.waited_ns / 1e9
 
 
 @frozen

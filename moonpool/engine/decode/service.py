@@ -34,7 +34,7 @@ from moonpool.engine.decode.live_requests import LiveRequest
 from moonpool.engine.decode.receiver import TransferReceiver
 from moonpool.engine.decode.run_loop import SOURCE_METRICS, SourceFigures
 from moonpool.engine.decode.speculation import DraftSource
-from moonpool.engine.instance import EngineRole, ExecutorParts, InstanceContext, StartEngine
+from moonpool.engine.instance import EngineRole, InstanceContext, StartEngine
 from moonpool.engine.role_service import PoolServicer, RoleService
 from moonpool.engine.setup import EngineSetup, engine_setup
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
@@ -65,7 +65,7 @@ class DecodeInstance(RoleService):
         self.loading = self.open_loader()
         self.executor = DecodeExecutor(
             self.core,
-            ExecutorParts(context.engine, self.write_back, context.spans, context.notify, config.journal()),
+            self.executor_parts(config.journal()),
             context.setup.max_tokens,
             self.loading,
             drafting=Drafting(

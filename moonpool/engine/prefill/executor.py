@@ -58,7 +58,7 @@ class PrefillExecutor:
     ) -> None:
         self._core = core
         self._engine, self._write_back = parts.engine, parts.write_back
-        self._spans, self._notify = parts.spans, parts.notify
+        self._spans, self._histograms, self._notify = parts.spans, parts.histograms, parts.notify
         self._loading = loading
         self._sending = sending
         self._driver: Driver[events.Event | IoEnded[events.IoResult], actions.Action] = Driver(
@@ -332,9 +332,12 @@ class PrefillExecutor:
             self._die(f"the engine died: {error}")
             return _ABORTED_STEP
         self._record(order, result)
-        if not (result.aborted or told):
-            self._take(order, result)
-        return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
+        seconds = (result.end_ns - result.start_ns) / 1e9
+        if not result.aborted:
+            if not told:
+                self._take(order, result)
+            self._histograms.step(seconds, len(order.chunks), sum(chunk.end - chunk.start for chunk in order.chunks))
+        return events.StepEnded(result.aborted, seconds, result.share)
 
     def _tokens_sampled(self, order: actions.RunStep, told: list[StepResult], result: StepResult) -> None:
         """Take a step's results before the step is over; `told` has them then."""

@@ -17,6 +17,7 @@ from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.flow_control import StreamTraffic
 from moonpool.base.transport.peer_clients import PeerClients
 from moonpool.engine.block_loader import SOURCE_KINDS, BlockLoader, BlockRead, kv_source
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.interface import Engine
 from moonpool.engine.prefill.core.actions import (
     LayerBlocks,
@@ -44,13 +45,21 @@ class KVSender:
         engine: owner of the pool that KV is read from.
         open_sender: makes a decode instance's client, given the address.
         spans: where sending is recorded.
+        histograms: where the seconds of sends are observed.
     """
 
-    def __init__(self, engine: Engine, open_sender: Callable[[str], TransferSender], spans: Recorder) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        open_sender: Callable[[str], TransferSender],
+        spans: Recorder,
+        histograms: EngineHistograms,
+    ) -> None:
         self._pool = engine.pool
         self._layout = engine.layout
         self._peers = PeerClients(open_sender)
         self._spans = spans
+        self._histograms = histograms
         self._transfers: dict[int, OutboundTransfer] = {}
 
     @property
@@ -96,7 +105,9 @@ class KVSender:
         nbytes = await self._transfers[request.id].send(slices)
         end_ns = world.monotonic_ns()
         self._record(request, pieces, start_ns, end_ns)
-        return SlicesSent(nbytes, (end_ns - start_ns) / 1e9)
+        seconds = (end_ns - start_ns) / 1e9
+        self._histograms.send_s.observe(seconds)
+        return SlicesSent(nbytes, seconds)
 
     def close(self, number: int, *, aborted: bool) -> None:
         """Close a request's transfer. `aborted`: not all slices were sent, or the verdict is not awaited any more."""

@@ -13,7 +13,7 @@ from moonpool.base.rpc.server import Service
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
-from moonpool.engine.instance import EngineRole, ExecutorParts, InstanceContext
+from moonpool.engine.instance import EngineRole, InstanceContext
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.core.events import CancelPrefill, Drain
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
@@ -43,13 +43,13 @@ class PrefillInstance(RoleService):
         engine, emulated = context.engine, context.emulated
         self._numbers = itertools.count(1)
         self.core = PrefillScheduler(_prefill_settings(context, config), context.speeds)
-        self.sending = KVSender(engine, self._open_sender, context.spans)
+        self.sending = KVSender(engine, self._open_sender, context.spans, context.histograms)
         self.loading = self.open_loader()
         if emulated is not None:
             emulated.decodes = False
         self.executor = PrefillExecutor(
             self.core,
-            ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
+            self.executor_parts(config.journal()),
             self.loading,
             self.sending,
         )

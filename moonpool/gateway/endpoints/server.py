@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version as package_version
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.telemetry.prometheus import exposition
+from moonpool.base.version import installed_version
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 
@@ -24,7 +24,7 @@ async def health(gateway: GatewayContext, request: Request) -> Response:
 
 async def version(gateway: GatewayContext, request: Request) -> Response:
     """The version of Moonpool."""
-    return json_response({"version": package_version("moonpool")})
+    return json_response({"version": installed_version()})
 
 
 async def load(gateway: GatewayContext, request: Request) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from moonpool.base.checkpoint import ChatOptions
@@ -25,36 +25,49 @@ from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 from moonpool.gateway.serving.tool_set import ToolSet
 
 
-class RequestBuilder:
-    """Builds generation jobs: the steps between body and SDK that every API shares."""
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """Names by which clients know the model.
 
-    def __init__(self, timeout_s: float, tokenizer: GatewayTokenizer, served_names: Sequence[str] = ()) -> None:
-        """Build jobs.
+    Attributes:
+        names: the first is in responses; none = the checkpoint's name.
+        any_name: each other name stands for the model, too.
+    """
 
-        Args:
-            timeout_s: time limit of each request.
-            tokenizer: tokenizer and chat template of the served model.
-            served_names: names under which clients know the model; none = the checkpoint's name.
-        """
-        self._timeout_s = timeout_s
-        self._tokenizer = tokenizer
-        self._served_names = served_names
+    names: Sequence[str] = ()
+    any_name: bool = False
 
-    def _model_of(self, given: str, state: ClusterState) -> tuple[str, str]:
+    def model_of(self, given: str, state: ClusterState) -> tuple[str, str]:
         """The model or LoRA adapter that the conductor knows, and the name in the response; "" for the served model.
 
         Raises:
             InvalidRequest: clients know the model under other names; names `model`.
         """
-        shown = self._served_names[0] if self._served_names else state.model
+        shown = self.names[0] if self.names else state.model
         if any(given == lora.name for lora in state.loras):
             return given, given
-        if not self._served_names or not given:
+        if self.any_name or given in self.names:
+            return "", shown
+        if not self.names or not given:
             return given, shown
-        if given not in self._served_names:
-            names = [*self._served_names, *(lora.name for lora in state.loras)]
-            raise InvalidRequest("model", f"only {', '.join(map(repr, names))} is served, not {given!r}")
-        return "", shown
+        names = [*self.names, *(lora.name for lora in state.loras)]
+        raise InvalidRequest("model", f"only {', '.join(map(repr, names))} is served, not {given!r}")
+
+
+class RequestBuilder:
+    """Builds generation jobs: the steps between body and SDK that every API shares."""
+
+    def __init__(self, timeout_s: float, tokenizer: GatewayTokenizer, names: ServedNames = ServedNames()) -> None:
+        """Build jobs.
+
+        Args:
+            timeout_s: time limit of each request.
+            tokenizer: tokenizer and chat template of the served model.
+            names: names by which clients know the model.
+        """
+        self._timeout_s = timeout_s
+        self._tokenizer = tokenizer
+        self._names = names
 
     def prepare(self, checked: CheckedRequest[GenerateBody], state: ClusterState, max_tokens: int) -> GenerationJob:
         """A job without prompts, from the fields that every body has.
@@ -63,7 +76,7 @@ class RequestBuilder:
             InvalidRequest: a sampling parameter cannot be translated; names the field.
         """
         body = checked.body
-        model, shown = self._model_of(body.model or "", state)
+        model, shown = self._names.model_of(body.model or "", state)
         arguments: GenerateArguments = {
             "sampling": self._sampling(body, max_tokens),
             "slo": body.to_slo(),

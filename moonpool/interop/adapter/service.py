@@ -62,7 +62,7 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
         stack.push_async_callback(client.aclose)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
         adapter = Adapter(config, beside)
-        gauges, metrics = adapter.gauges(), PrometheusMetrics(config.service())
+        gauges, metrics = adapter.gauges(), PrometheusMetrics.of(config)
         metrics.watch(gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         contracts = [

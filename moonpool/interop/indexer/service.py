@@ -37,7 +37,7 @@ async def serve(context: ProcessContext, config: IndexerConfig) -> None:
         channels = await stack.enter_async_context(Channels(Security.tls_of(Security.of(config))))
         indexer = Indexer(config, stack)
         stack.push_async_callback(indexer.aclose)
-        metrics = PrometheusMetrics(config.service())
+        metrics = PrometheusMetrics.of(config)
         metrics.watch(MetricSet().add(INDEXER_METRICS, indexer).add(PROCESS_METRICS, None))
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         runner = web.AppRunner(application(indexer, config.api_key), access_log=None, shutdown_timeout=1.0)

@@ -181,7 +181,7 @@ def test_numbers_of_instances_mean_split_engines(
 ) -> None:
     plans: list[StackPlan] = []
 
-    def run_serve(plan: StackPlan, data_dir: Path | None, **rest: bool) -> int:
+    def run_serve(plan: StackPlan, data_dir: Path | None, **rest: object) -> int:
         plans.append(plan)
         return 0
 

@@ -17,7 +17,8 @@ from moonpool.client import GenerateArguments
 def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
     verbs = re.findall(r"^│ ([a-z]+) {2,}", shown, re.MULTILINE)
-    assert verbs[:9] == ["serve", "run", "chat", "pull", "list", "ps", "stop", "generate", "demo"]
+    first = ["serve", "run", "chat", "pull", "list", "show", "rm", "ps", "stop", "generate", "demo", "help"]
+    assert verbs[: len(first)] == first
     assert sorted(verbs[-7:]) == ["adapter", "conductor", "decode", "gateway", "indexer", "kvstore", "prefill"]
     assert "─ Commands ─" not in shown, "each verb stands under a heading"
 
@@ -27,6 +28,7 @@ def test_h_explains_every_verb(verb: str) -> None:
     short, long = (CliRunner().invoke(app, [*verb.split(), flag]) for flag in ("-h", "--help"))
     assert (short.exit_code, short.stdout) == (0, long.stdout)
     assert "usage" in short.stdout.lower()
+    assert CliRunner().invoke(app, ["help", *verb.split()]).stdout == long.stdout
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])

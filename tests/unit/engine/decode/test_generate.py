@@ -11,7 +11,7 @@ from moonpool.v1 import kv_pb2
 from tests.unit.base.transport.fakes import ROOT
 from tests.unit.engine.decode.calls import conducting, reserve, sending, slices, transfer
 from tests.unit.fakes.engine import UNFOLLOWED, continuation
-from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, read_spans, spec
+from tests.unit.instances import BLOCK, WAIT_S, decoding, observed, prompt, read_spans, spec
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
@@ -128,6 +128,8 @@ async def test_many_at_once_in_one_batch() -> None:
         await conductor.until(lambda: len(conductor.reasons) == 5)
         assert conductor.tokens == {name: continuation(tokens, 4)[1:] for name, tokens in prompts.items()}
         assert max(len(step.sequences) for step in decode.engine.steps) <= 3
+        histograms = decode.service.context.histograms
+        assert observed(histograms.step_s)[""] == observed(histograms.sequences)[""] >= len(decode.engine.steps)
 
 
 async def test_first_token_must_exist() -> None:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import platform
 import select
 import signal
 import subprocess
@@ -249,6 +250,36 @@ def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "processor_flags", frozenset)
     with pytest.raises(build.BuildError, match="no kernels for this processor"):
         build.detect()
+
+
+@pytest.mark.parametrize(
+    ("missing", "permitted", "target"),
+    [("", True, "avx512-bf16-amx"), ("", False, "avx512-bf16"), ("amx_int8", True, "avx512-bf16")],
+)
+def test_tiles_need_permission(missing: str, permitted: bool, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole library without tiles runs where Linux refuses them, and nothing else of the processor is given up."""
+    has = build.TARGETS["avx512-bf16-amx"][0] | {"sse2"}
+    monkeypatch.setattr(build, "listed_flags", lambda: has - {missing})
+    monkeypatch.setattr(build, "tiles_permitted", lambda: permitted)
+    assert build.detect() == target
+    assert build.TARGETS["avx512-bf16"][0] <= build.processor_flags()
+
+
+def test_a_kernel_without_tiles_refuses() -> None:
+    assert build.tiles_permitted() == ("amx_tile" in build.listed_flags())
+
+
+@pytest.mark.parametrize("name", ["multiply", "prefill"])
+def test_kernels_compile_for_tiles(name: str, tmp_path: Path) -> None:
+    """On every x86-64 machine; they run where the processor has AMX."""
+    if platform.machine() != "x86_64":
+        pytest.skip("needs a compiler for x86-64")
+    made = tmp_path / f"{name}.o"
+    options = [*build.flags("avx512-bf16-amx"), "-O1", "-c", str(build.SOURCES / f"{name}.cpp")]
+    subprocess.run([build.compiler(), *options, "-o", str(made)], check=True)
+    listed = subprocess.run(["objdump", "-d", str(made)], capture_output=True, text=True, check=True).stdout
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+        assert instruction in listed
 
 
 def test_what_runs_compilers_ends_in_order_while_its_parent_lives() -> None:

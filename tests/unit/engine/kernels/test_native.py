@@ -41,7 +41,7 @@ def test_vectors_are_as_wide_as_the_machine() -> None:
     built = library.get()
     assert built is not None
     assert built.width == {"avx512": 16, "avx2": 8}.get(build.detect().split("-")[0], 4)
-    assert built.has_bf16 == (build.detect() == "avx512-bf16")
+    assert built.has_bf16 == ("bf16" in build.detect())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from moonpool.base.native import build
 from tests.unit.engine.kernels.test_build import fake
 
 __all__ = ["fake"]  # a compiler of our own, and an empty cache
-ALL = ("avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "sse2")
+ALL = ("avx512-bf16-amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "sse2")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from moonpool.base.scheduling.steps import Step
 from tests.unit.base.transport.fakes import LAYOUT, ROOT
 from tests.unit.engine.prefill.calls import assert_arrived, begin, dismiss, promised, source, storing
 from tests.unit.fakes.engine import next_token
-from tests.unit.instances import BLOCK, WAIT_S, decoding, prefilling, prompt, read_spans, spec
+from tests.unit.instances import BLOCK, WAIT_S, decoding, observed, prefilling, prompt, read_spans, spec
 
 
 async def test_loads_from_the_store(tmp_path: Path) -> None:
@@ -34,6 +34,10 @@ async def test_loads_from_the_store(tmp_path: Path) -> None:
         await prefill.rest()
         assert set(prefill.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
         dismiss(decode)
+        histograms = prefill.service.context.histograms
+        assert observed(histograms.load_s) == {"kvstore": 1.0}
+        assert observed(histograms.step_s) == observed(histograms.tokens) == {"": 1.0}
+        assert observed(histograms.send_s)[""] >= 1.0
     loads = read_spans(tmp_path / "spans", "kv.load")
     assert [span["args"]["layer"] for span in loads] == list(range(LAYOUT.layers))
 

@@ -1,0 +1,87 @@
+"""What would end the start of a stack's services, found out before any is started and told in one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moonpool.base.checkpoint import Tokenizer, load_config, resolve
+from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.base.config import LOOPBACK, assignments, config_class
+from moonpool.base.errors import CheckpointError, ConfigError
+from moonpool.base.rpc.api_keys import ApiKeys
+from moonpool.base.rpc.tls import Tls
+from moonpool.cli.engine_plan import inspected_model
+from moonpool.cli.stack import StackPlan, setting_of
+from moonpool.engine.emulated.profile import SCHEME
+from moonpool.gateway.certificates import ReloadedCertificate
+
+_JOINS = ("--conductor", f"{LOOPBACK}:1")
+
+
+def check_start(plan: StackPlan) -> None:
+    """Read the model's small files, and all files that settings name.
+
+    Raises:
+        ConfigError: a setting is wrong, or a file that a setting names; names the setting.
+        CheckpointError: the model's folder or file is incomplete, damaged or of an unsupported kind.
+    """
+    gateway = _settings(plan, "gateway", *_JOINS)
+    conductor = _settings(plan, "conductor")
+    for config in (gateway, conductor, _settings(plan, "prefill", *_JOINS)):
+        Tls.of(config)
+    if gateway.ssl_certfile is not None:
+        ReloadedCertificate(gateway.ssl_certfile, gateway.ssl_keyfile)
+    if gateway.api_keys is not None:
+        with _remedy("`moonpool keys create NAME --file FILE` writes such a file"):
+            ApiKeys(gateway.api_keys)
+    for name, folder in assignments(conductor.lora_modules).items():
+        with _naming("lora_modules", name):
+            read_adapter(Path(folder))
+    _check_model(plan, conductor.chat_template)
+    _check_step(plan)
+
+
+def _settings(plan: StackPlan, kind: str, *needed: str) -> Any:
+    """The settings of a kind of service, as far as users decide them."""
+    return config_class(kind).load(["--model", plan.model, *needed, *plan.extra.get(kind, ())])
+
+
+def _check_model(plan: StackPlan, chat_template: Path | None) -> None:
+    path = resolve(plan.model)
+    load_config(path)
+    Tokenizer.load(path)
+    if chat_template is not None:
+        with _naming("chat_template"):
+            Tokenizer.load(path, chat_template)
+    if not plan.engine.startswith(SCHEME):
+        how: Any = {name: setting_of(plan, "decode", name, "auto") for name in ("quantization", "model_impl")}
+        inspected_model(plan.model, plan.dtype, plan.block_size, **how)
+
+
+def _check_step(plan: StackPlan) -> None:
+    if "prefill" not in plan.engine_counts:
+        return
+    config = _settings(plan, "prefill", "--block-size", str(plan.block_size), *_JOINS)
+    most: int = config.max_num_batched_tokens
+    if 0 < most < config.block_size:
+        raise ConfigError(
+            "max_num_batched_tokens", f"must be at least one block ({config.block_size} tokens), not {most}"
+        )
+
+
+@contextmanager
+def _naming(setting: str, part: str = "") -> Iterator[None]:
+    """Make errors about a file name the setting that names the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(".".join(filter(None, (setting, part))), str(error)) from None
+
+
+@contextmanager
+def _remedy(text: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.field, f"{error.message}; {text}") from None
