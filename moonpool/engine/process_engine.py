@@ -59,6 +59,8 @@ from moonpool.engine.worker_process import WorkerProcess, error_of_worker, exit_
 RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
+_LOOK_S, _LOOKS = 0.5, 3
+"""Seconds between two looks at the processes, and looks after which a stopped process is lost."""
 _REAP_S = 2.0
 """A killed process ends in milliseconds."""
 StartMessage = TypeVar("StartMessage", StageRoom, WorkerReady)
@@ -67,9 +69,18 @@ log = get_logger(__name__)
 
 
 class ProcessEngine:
-    """An `Engine` on one process for each rank of each stage."""
+    """An `Engine` on one process for each rank of each stage.
 
-    def __init__(self, spec: EngineSpec, memory: PoolMemory, workers: Sequence[WorkerProcess]) -> None:
+    `stopped` tells whether a worker's process is stopped; None: nobody looks.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        memory: PoolMemory,
+        workers: Sequence[WorkerProcess],
+        stopped: Callable[[WorkerProcess], bool] | None = None,
+    ) -> None:
         self._spec = spec
         self._memory = memory
         self._workers = list(workers)
@@ -83,6 +94,7 @@ class ProcessEngine:
         self._asked: dict[int, _PendingAnswers] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._readers: list[asyncio.Task[None]] = []
+        self._stopped, self._watch = stopped, asyncio.Future[None]()
         self.speeds = Speeds()
         self.footprints: dict[int, Footprint] = {}
         """What each stage's first process holds in memory at most."""
@@ -310,6 +322,19 @@ class ProcessEngine:
             if not worker.rank:
                 self.pool.parts[worker.stage].on_landed = partial(self._kv_landed, worker)
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
+        if self._stopped is not None:
+            self._watch = asyncio.create_task(self._watch_workers(self._stopped), name="watch")
+
+    async def _watch_workers(self, stopped: Callable[[WorkerProcess], bool]) -> None:
+        """Fail the engine if a process stays stopped: others wait for it, and its channel stays open."""
+        looks = dict.fromkeys(map(str, self._workers), 0)
+        while not self._failed.done():
+            await asyncio.sleep(_LOOK_S)
+            for worker in self._workers:
+                looks[str(worker)] = looks[str(worker)] + 1 if stopped(worker) else 0
+                if looks[str(worker)] >= _LOOKS:
+                    self._fail(f"{worker} is stopped")
+                    return
 
     def _kv_landed(self, worker: WorkerProcess) -> None:
         """KV landed in the pool, and no KV is under way to the stage's device. Called by any thread."""
@@ -420,6 +445,7 @@ class ProcessEngine:
             pass  # killed below
         finally:
             self._fail("the engine was shut down")
+            self._watch.cancel()
             for reader in self._readers:
                 reader.cancel()
             for worker in self._workers:

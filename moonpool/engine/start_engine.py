@@ -29,7 +29,7 @@ from moonpool.engine.platforms.registry import HOST_COLLECTIVES, collectives_of,
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_listener import NO_LISTENER, StartListener
-from moonpool.engine.worker_process import WorkerProcess, spawn_worker, worker_environment
+from moonpool.engine.worker_process import WorkerProcess, is_stopped, spawn_worker, worker_environment
 
 WORKER = "moonpool.engine.worker"
 """A worker's program."""
@@ -95,7 +95,7 @@ async def start_processes(
                 unwind.callback(workers[-1].channel.close)
             unwind.pop_all()  # from here on it is the engine's
         engine_started()
-        engine = ProcessEngine(spec, memory, workers)
+        engine = ProcessEngine(spec, memory, workers, is_stopped)
         stack.push_async_callback(engine.shutdown)
         for worker in workers:
             begin, end = ranges[worker.stage]

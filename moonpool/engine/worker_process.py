@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import moonpool.base.errors
 from moonpool.base.errors import Internal, MoonpoolError
@@ -35,6 +36,14 @@ class WorkerProcess:
     def __str__(self) -> str:
         rank = "" if self.alone else f" rank {self.rank}"
         return f"engine stage {self.stage}{rank} (process {self.process.pid})"
+
+
+def is_stopped(worker: WorkerProcess) -> bool:
+    """Return whether a worker's process is stopped, as by SIGSTOP; False where the system does not say."""
+    try:
+        return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:

@@ -71,13 +71,12 @@ def test_a_stage_is_killed_while_it_computes(staged: CheckedStack, reference: Re
     reference.assert_greedy(prompt, output)
 
 
-def test_a_prefill_engine_that_hangs_is_noticed_and_relieved(staged: CheckedStack, reference: Reference) -> None:
-    """Its process goes on reporting, its steps do not end."""
-    lessons = [tokens(150 + 5 * number, f"lesson {number}") for number in range(80)]
-    for first in range(0, len(lessons), 4):
-        asyncio.run(answers(staged, lessons[first : first + 4]))
-    prompt = tokens(1500, "hanging")
+def test_a_stage_that_is_stopped_while_it_computes(staged: CheckedStack, reference: Reference) -> None:
+    """No channel closes, and no step has taken too long; its instance ends all the same."""
+    prompt = tokens(1500, "stopped stage")
     output, hit = asyncio.run(while_it_computes(staged, prompt, signal.SIGSTOP))
-    os.kill(children(staged.services[hit].pid)[0], signal.SIGCONT)
+    staged.services[hit].wait(60.0)
+    staged.spawn_again(hit).wait_ready(60.0)
+    staged.wait_joined(60.0)
     assert len(output) == SAMPLING.max_tokens
     reference.assert_greedy(prompt, output)

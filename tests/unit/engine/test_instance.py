@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.gguf_files import write_gguf
-from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import ConfigError, Unavailable, UnsupportedModel
 from moonpool.base.errors import Mismatch as MismatchError
 from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.rpc.channels import Channels, probe
@@ -88,6 +88,25 @@ def test_plan(folder: Path) -> None:
     assert [key for key, wanted in wanted_by.items() if wanted] == [("auto", 1, True)]
     with pytest.raises(ConfigError, match="names 2 devices for 1 pipeline stages"):
         engine_setup(config(folder, device="cuda:0,cuda:0", core_share=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "3 ranks cannot divide layer 0"),
+        ({"device": "staged"}, "tensor_parallel_size", "must be 1 with device=staged"),
+        ({"max_loras": 1}, "max_loras", "must be 0 with tensor_parallel_size=2"),
+        ({"engine": "emulated:llama-70b-a800"}, "tensor_parallel_size", "emulated compute has no ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(
+    folder: Path, settings: dict[str, Any], field: str, message: str
+) -> None:
+    plan = engine_setup(config(folder, tensor_parallel_size=2)).spec
+    assert (plan.ranks, plan.core_page, plan.int8_head) == (2, "", False)
+    with pytest.raises((ConfigError, UnsupportedModel), match=message) as wrong:
+        engine_setup(config(folder, **{"tensor_parallel_size": 2, **settings}))
+    assert getattr(wrong.value, "field", None) == field
 
 
 def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(folder: Path, tmp_path: Path) -> None:

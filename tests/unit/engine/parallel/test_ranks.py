@@ -65,7 +65,7 @@ def test_what_is_longer_than_a_slot_goes_in_pieces(group: Group) -> None:
 def test_columns_of_unlike_widths_are_gathered_at_the_first_rank(group: Group) -> None:
     widths = [3 + rank for rank in range(len(group.ranks))]
     whole = torch.randn(5, sum(widths), generator=torch.Generator().manual_seed(2))
-    parts = whole.split(widths, 1)
+    parts = torch.split(whole, widths, 1)
     first, *others = group.do(lambda ranks: ranks.gather(parts[ranks.rank], widths))
     assert torch.equal(first, whole)
     assert all(other.numel() == 0 for other in others)
