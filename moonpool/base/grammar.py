@@ -248,7 +248,7 @@ class AnswerGrammar:
         return name
 
     def add(self, trigger: str, forms: Sequence[str]) -> None:
-        """One of `forms` follows the text `trigger` everywhere; `trigger` may be a special token."""
+        """One of `forms` follows the text `trigger` everywhere; `trigger` may be or have a special token."""
         self._triggers.append((trigger, self.form(forms)))
 
     def pass_mark(self, mark: str) -> None:
@@ -297,6 +297,14 @@ class AnswerGrammar:
         """Free text, `trigger` and the form."""
         if self._special_id(trigger) is not None:
             return f"{text} {self.mark(trigger)} {form}".rstrip()
+        mark, behind = self._first_special(trigger)
+        if mark:  # no text holds the token, so that the text before may be read to the token
+            before = trigger.partition(mark)[0]
+            if before:
+                name = self._name("before").upper()
+                self._rules.append(f"{name}: {text} {self.text(before)}")
+                text = name
+            return " ".join(filter(None, [text, self.mark(mark), behind and self.text(behind), form]))
         name = self._name("trigger")
         self._rules.append(f"{name}[lazy]: {text} {self.text(trigger)}")
         return f"{name} {form}".rstrip()

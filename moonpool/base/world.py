@@ -34,11 +34,13 @@ class Clock:
         monotonic: seconds since some point in the past; never goes back.
         monotonic_ns: the same in nanoseconds.
         unix_time: seconds since 1970; may be set back, and differs between hosts.
+        thread_time: seconds of processor that the running thread has used.
     """
 
     monotonic: Callable[[], float] = time.monotonic
     monotonic_ns: Callable[[], int] = time.monotonic_ns
     unix_time: Callable[[], float] = time.time
+    thread_time: Callable[[], float] = time.thread_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,11 @@ def monotonic_ns() -> int:
 def unix_time() -> float:
     """Seconds since 1970."""
     return CURRENT.get().clock.unix_time()
+
+
+def thread_time() -> float:
+    """Seconds of processor that the running thread has used."""
+    return CURRENT.get().clock.thread_time()
 
 
 def random_bits(count: int) -> int:

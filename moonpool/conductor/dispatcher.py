@@ -9,9 +9,11 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from moonpool.base import world
 from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.runtime.tenant_turns import LoopTurns
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.state_machine import CancelIo
 from moonpool.base.telemetry.logs import get_logger
@@ -57,9 +59,13 @@ from moonpool.conductor.request_metrics import refusal_reason
 from moonpool.conductor.request_reports import RequestReports
 from moonpool.conductor.request_validator import RequestValidator
 from moonpool.conductor.resume import read_resume
+from moonpool.conductor.valid_request import ValidRequest
 from moonpool.v1 import conductor_pb2
 
 log = get_logger(__name__)
+T = TypeVar("T")
+TOKENS_OF_A_TURN = 4096
+"""Prompt tokens that cost the event loop about as much as a request without any."""
 SECRET_BYTES = 16
 """Bytes of the secrets that are drawn for new requests."""
 DEADLINE_MARGIN_S = 0.1
@@ -99,6 +105,7 @@ class Dispatcher:
         self._streams: dict[int, GenerateStream] = {}  # by the request's number at the core
         self._numbers = itertools.count(1)
         self._picks: dict[int, asyncio.Future[EndpointPicked]] = {}
+        self._turns = LoopTurns()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -125,12 +132,13 @@ class Dispatcher:
         served = self._reader.served()
         request = await self._reader.read(message, served, request_id, arrived, deadline)
         resume, reports = request.resume, self._reports
+        await self._turns.begin(message.tenant, _cost(request))
         secret = world.random_bytes(SECRET_BYTES) if resume is None else resume.point.secret
         stream = GenerateStream(
             request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered
         )
         if resume is not None:
-            await self._reader.run(stream.restore)
+            await self._reader.run(message.tenant, stream.restore)
             if stream.finish and not request.spec.deferred:  # the scores of deferred answers are not known here
                 stream.finish_restored()
                 return stream
@@ -154,6 +162,10 @@ class Dispatcher:
         finally:
             self.client_left(stream, stream.outgoing)
 
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Run work for a tenant's request on a worker thread, in the tenant's turn."""
+        return await self._reader.run(tenant, work)
+
     async def pick_endpoint(
         self, message: conductor_pb2.GenerateRequest, others: Sequence[str], within_s: float
     ) -> EndpointPicked:
@@ -166,6 +178,7 @@ class Dispatcher:
         """
         now = self._clock()
         request = await self._reader.read(message, arrived=now, deadline=now + within_s)
+        await self._turns.begin(message.tenant, _cost(request))
         spec = replace(request.spec, number=next(self._numbers))
         picked: asyncio.Future[EndpointPicked] = asyncio.get_running_loop().create_future()
         self._picks[spec.number] = picked
@@ -231,6 +244,7 @@ class Dispatcher:
             Unavailable: no engine has joined.
         """
         chains = [tuple((await self._reader.read(message)).prompt_keys) for message in messages]
+        await self._turns.begin(tenant, float(len(messages)))
         known = tuple([chain for chain in chains if chain])
         self._post(PromptsAnnounced(tenant, known, within_s))
         return len(known)
@@ -349,3 +363,8 @@ class Dispatcher:
                 stream.outgoing.end(error_of(failure))
         else:
             self._post(StopRequested(stream.spec.number, failure))
+
+
+def _cost(request: ValidRequest) -> float:
+    """What a request costs the event loop to begin; 1 = a short prompt."""
+    return 1.0 + len(request.prompt) / TOKENS_OF_A_TURN

@@ -9,16 +9,18 @@ prompt counts as load at the engine until the engine's response begins.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
 
 from google.protobuf.struct_pb2 import Struct
 
 from moonpool.base.errors import InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.conductor.dispatcher import Dispatcher
+from moonpool.conductor.picker_body import read_body
 from moonpool.conductor.registry import Registry
-from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import kv_pb2
 from moonpool.v1.ext_proc_pb2 import (
     BodyMutation,
     BodyResponse,
@@ -40,13 +42,12 @@ from moonpool.v1.ext_proc_pb2 import (
 DESTINATION = "x-gateway-destination-endpoint"
 DESTINATIONS_ALLOWED = "x-gateway-destination-endpoint-subset"
 HINT_NAMESPACE, PICK_NAMESPACE = "envoy.lb.subset_hint", "envoy.lb"
-TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 MAX_BODY_BYTES = 16 << 20
+MAX_BODIES_BYTES = 256 << 20
+"""Most bytes of all requests' bodies that wait for an engine."""
 PIECE_BYTES = 62_000
 """Largest piece of a body to send on: Envoy's own limit is 64 KiB."""
 PLACE_LIMIT_S = 30.0
-NO_PROMPT = conductor_pb2.TokenPrompt(token_ids=[0])
-"""What a request without a body is placed as."""
 FULL_DUPLEX = ProtocolConfiguration.FULL_DUPLEX_STREAMED
 log = get_logger(__name__)
 
@@ -55,6 +56,13 @@ Outgoing = AsyncIterator[ProcessingResponse]
 
 class _BodyTooLargeError(MoonpoolError):
     """The body is not read."""
+
+
+@dataclass(slots=True)
+class _BodyBytes:
+    """Bytes of the bodies of all requests that wait for an engine."""
+
+    held: int = 0
 
 
 class EndpointPicker:
@@ -67,10 +75,11 @@ class EndpointPicker:
 
     def __init__(self, registry: Registry, dispatcher: Dispatcher) -> None:
         self._registry, self._dispatcher = registry, dispatcher
+        self._bodies = _BodyBytes()
 
     async def Process(self, requests: AsyncIterator[ProcessingRequest], context: object) -> Outgoing:
         """One HTTP request and its response."""
-        stream = _Stream(self._registry, self._dispatcher)
+        stream = _Stream(self._registry, self._dispatcher, self._bodies)
         try:
             async for request in requests:
                 async for response in stream.take(request):
@@ -88,8 +97,8 @@ class _Stream:
         refused: the client has got an answer without an engine.
     """
 
-    def __init__(self, registry: Registry, dispatcher: Dispatcher) -> None:
-        self._registry, self._dispatcher = registry, dispatcher
+    def __init__(self, registry: Registry, dispatcher: Dispatcher, bodies: _BodyBytes) -> None:
+        self._registry, self._dispatcher, self._bodies = registry, dispatcher, bodies
         self._headers: dict[str, str] = {}
         self._allowed: frozenset[str] | None = None
         self._body = bytearray()
@@ -100,6 +109,7 @@ class _Stream:
 
     def done(self) -> None:
         """The engine answers, or the stream is over; may be called again."""
+        self._drop_body()
         if self._number:
             self._dispatcher.endpoint_done(self._number)
             self._number = 0
@@ -149,15 +159,18 @@ class _Stream:
                 yield ProcessingResponse(response_trailers=TrailersResponse())
 
     async def _take_body(self, piece: bytes, last: bool) -> Outgoing:
-        self._body += piece
-        if len(self._body) > MAX_BODY_BYTES:
+        if len(self._body) + len(piece) > MAX_BODY_BYTES:
             raise _BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+        if self._bodies.held + len(piece) > MAX_BODIES_BYTES:
+            raise Unavailable(f"the bodies of requests that wait for an engine have {MAX_BODIES_BYTES} bytes")
+        self._body += piece
+        self._bodies.held += len(piece)
         if not last:
             if self._modes[0] != FULL_DUPLEX:
                 yield ProcessingResponse(request_body=BodyResponse())
             return
         picked, body = await self._picked(), bytes(self._body)
-        self._body.clear()
+        self._drop_body()
         if self._modes[0] != FULL_DUPLEX:
             yield ProcessingResponse(request_body=BodyResponse(response=picked), dynamic_metadata=self._metadata)
             return
@@ -169,13 +182,17 @@ class _Stream:
             mutation = BodyMutation(streamed_response=part)
             yield ProcessingResponse(request_body=BodyResponse(response=CommonResponse(body_mutation=mutation)))
 
+    def _drop_body(self) -> None:
+        self._bodies.held -= len(self._body)
+        self._body.clear()
+
     async def _picked(self) -> CommonResponse:
         """Pick engines; note them for the metadata.
 
         Raises:
             MoonpoolError: the request is wrong, or is refused.
         """
-        message = _request(bytes(self._body), self._headers)
+        message = await self._dispatcher.run("", partial(read_body, bytes(self._body), self._headers))
         addresses = {
             member.id: member.http_address
             for member in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL)
@@ -253,86 +270,3 @@ def _text_headers(headers: HttpHeaders) -> dict[str, str]:
     return {
         header.key.lower(): header.value or header.raw_value.decode("latin-1") for header in headers.headers.headers
     }
-
-
-def _request(body: bytes, headers: Mapping[str, str]) -> conductor_pb2.GenerateRequest:
-    """Return the request as clients of Moonpool send it. Only what placement sees is read; the engine checks the rest.
-
-    Raises:
-        InvalidRequest: the body is no JSON object, or a field has a wrong type.
-    """
-    message = conductor_pb2.GenerateRequest()
-    for name, field in ((TTFT_HEADER, "ttft_s"), (TPOT_HEADER, "tbt_s")):
-        if name in headers:
-            setattr(message.slo, field, _milliseconds(name, headers[name]))
-    if not body:
-        message.tokens.CopyFrom(NO_PROMPT)
-        return message
-    try:
-        fields = json.loads(body)
-    except ValueError as error:
-        raise InvalidRequest("body", f"is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise InvalidRequest("body", "must be a JSON object")
-    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if isinstance(most, int) and most > 0:
-        message.sampling.max_tokens = most
-    if isinstance(salt := fields.get("cache_salt"), str):
-        message.cache_salt = salt
-    if "messages" in fields:
-        message.chat.CopyFrom(_chat(fields))
-    else:
-        _set_prompt(message, fields.get("prompt", fields.get("input")))
-    return message
-
-
-def _milliseconds(name: str, text: str) -> float:
-    try:
-        return float(text) / 1000
-    except ValueError as error:
-        raise InvalidRequest(name, f"must be milliseconds, is {text!r}") from error
-
-
-def _chat(fields: Mapping[str, Any]) -> conductor_pb2.ChatPrompt:
-    messages, found = fields["messages"], conductor_pb2.ChatPrompt()
-    if not isinstance(messages, list):
-        raise InvalidRequest("messages", "must be a list")
-    for at, turn in enumerate(messages):
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise InvalidRequest(f"messages[{at}]", "must be an object with a role")
-        told = found.messages.add(role=turn["role"], content=_text_of(turn.get("content")))
-        if isinstance(turn.get("tool_call_id"), str):
-            told.tool_call_id = turn["tool_call_id"]
-        for call in turn.get("tool_calls") or ():
-            function = call.get("function", {}) if isinstance(call, dict) else {}
-            told.tool_calls.add(
-                id=str(call.get("id", "")),
-                name=str(function.get("name", "")),
-                arguments=str(function.get("arguments", "")),
-            )
-    if fields.get("tools"):
-        found.tools = json.dumps(fields["tools"])
-    if fields.get("chat_template_kwargs"):
-        found.template_kwargs = json.dumps(fields["chat_template_kwargs"])
-    return found
-
-
-def _text_of(content: object) -> str:
-    """Return a turn's text; images and the like do not count."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join([part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)])
-
-
-def _set_prompt(message: conductor_pb2.GenerateRequest, prompt: object) -> None:
-    first: object = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else prompt
-    match first:
-        case str():
-            message.text = first
-        case int():
-            message.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]
-        case list():
-            message.tokens.token_ids.extend(first)
-        case _:
-            message.tokens.CopyFrom(NO_PROMPT)

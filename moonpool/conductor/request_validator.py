@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -22,6 +20,7 @@ from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.grammar import check_grammar
 from moonpool.base.kv.keys import MAX_SALT_CHARS, block_keys, chain_root
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lora_option
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.sessions import SessionTurn
@@ -51,8 +50,8 @@ class RequestValidator:
         checkpoint: the conductor's checkpoint.
         registry: knows what the engines serve.
         loras: the LoRA adapters.
-        tokenizing: the worker threads.
-        checking: one thread for grammars, so that costly grammars delay only each other.
+        tokenizing: the worker threads, by turns of tenants.
+        checking: one thread for grammars, so that costly grammars delay only each other, by turns of tenants.
         config: the conductor's settings.
     """
 
@@ -61,8 +60,8 @@ class RequestValidator:
         checkpoint: Checkpoint,
         registry: Registry,
         loras: LoraAdapters,
-        tokenizing: Executor,
-        checking: Executor,
+        tokenizing: TenantTurns,
+        checking: TenantTurns,
         config: ConductorConfig,
     ) -> None:
         self._checkpoint = checkpoint
@@ -123,14 +122,14 @@ class RequestValidator:
         served = served or self.served()
         name = request_id or world.random_hex(8)
         seed = lambda: world.random_bits(64)  # noqa: E731
-        found = await self.run(partial(read_request, message, served, name, arrived, deadline, seed))
+        found = await self.run(message.tenant, partial(read_request, message, served, name, arrived, deadline, seed))
         if found.sampling.response_format:
-            await asyncio.get_running_loop().run_in_executor(self._checking, check_grammar, found.sampling)
+            await self._checking.run(message.tenant, partial(check_grammar, found.sampling))
         return found
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run work with the tokenizer on a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Run work with the tokenizer on a worker thread, in the tenant's turn."""
+        return await self._tokenizing.run(tenant, work)
 
 
 def read_request(

@@ -19,6 +19,7 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import RunningServer, serving
 from moonpool.base.rpc.tls import Security, Tls
 from moonpool.base.runtime.driver import Driver
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
@@ -172,7 +173,8 @@ async def assembled(
         stack.push_async_callback(sync.aclose)
         loras = LoraAdapters(sync, channels, cluster.lora_engines, checkpoint.name, config.lora_folder, own_loras)
         stack.push_async_callback(loras.aclose)
-        reader = RequestValidator(checkpoint, cluster.registry, loras, tokenizing, checking, config)
+        turns = TenantTurns(tokenizing, TOKENIZER_THREADS), TenantTurns(checking)
+        reader = RequestValidator(checkpoint, cluster.registry, loras, *turns, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         deletions = KVDeletions(
             sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s, deletion_wait_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.tls import Security
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
@@ -38,8 +38,8 @@ from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.embedding_sizes import EmbeddingSizes
 from moonpool.gateway.serving.envelope import AllowedHosts
+from moonpool.gateway.serving.generation_response import AnswerTurns
 from moonpool.gateway.serving.label_scores import pooling_of
-from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
@@ -75,9 +75,9 @@ async def application(
         ConfigError: a setting is wrong.
     """
     async with AsyncExitStack() as stack:
-        threads = stack.enter_context(world.thread_pool(1, "tokenize"))
-        parsing = stack.enter_context(world.thread_pool(1, "bodies"))
-        rendering = stack.enter_context(world.thread_pool(1, "markdown"))
+        threads = TenantTurns(stack.enter_context(world.thread_pool(1, "tokenize")))
+        parsing = TenantTurns(stack.enter_context(world.thread_pool(1, "bodies")))
+        rendering = TenantTurns(stack.enter_context(world.thread_pool(1, "markdown")))
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -198,7 +198,7 @@ def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
     return AllowedHosts([*own, "localhost"], config.allowed_origins, addresses=True)
 
 
-def body_reader(config: GatewayConfig, threads: Executor) -> BodyReader:
+def body_reader(config: GatewayConfig, threads: TenantTurns) -> BodyReader:
     """What reads the bodies of a gateway with these settings; `threads` parse large ones."""
     memory = BodyMemory(config.body_memory_bytes)
     return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads, BodyPace())
@@ -211,7 +211,7 @@ def gateway_context(
     metrics: PrometheusMetrics,
     responses: ResponseStore,
     bodies: BodyReader,
-    rendering: Executor,
+    rendering: TenantTurns,
     keys: ApiKeys | None = None,
 ) -> ResponsesContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
@@ -243,7 +243,8 @@ def gateway_context(
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,
-        markdown=MarkdownRenderer(rendering),
+        rendering=rendering,
+        turns=AnswerTurns(),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),

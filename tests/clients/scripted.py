@@ -19,6 +19,7 @@ from typing import Any
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.config import GatewayConfig
@@ -99,10 +100,11 @@ async def serve(folder: str, ready: Path) -> None:
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     with ThreadPoolExecutor(1) as threads, response_store(config) as responses:
-        texts = GatewayTokenizer(MODEL, Tokenizer.load(model_dir()), threads, ParserNames("hermes", "none"))
+        turns = TenantTurns(threads)
+        texts = GatewayTokenizer(MODEL, Tokenizer.load(model_dir()), turns, ParserNames("hermes", "none"))
         client = scripted_conductor(folder).async_client()
-        bodies = body_reader(config, threads)
-        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, threads)
+        bodies = body_reader(config, turns)
+        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, turns)
         app = make_app(context, allowed_hosts(config))
         async with http_serving(app, config) as (_, port):
             written = ready.with_suffix(".new")

@@ -112,7 +112,9 @@ class Simulation:
     def enter(self, node: Node) -> None:
         """From here on the running context is a node's."""
         numbers = draws(f"{self.seed} {node}")
-        clock = world.Clock(self.time.monotonic, self.time.monotonic_ns, lambda: EPOCH_S + self.time.now + node.skew_s)
+        clock = world.Clock(
+            self.time.monotonic, self.time.monotonic_ns, lambda: EPOCH_S + self.time.now + node.skew_s, lambda: 0.0
+        )
         NODE.set(node)
         world.CURRENT.set(
             world.World(

@@ -12,6 +12,7 @@ from moonpool.base.answer_formats.syntax import (
     ReasoningFormat,
     TaggedCalls,
 )
+from moonpool.base.answer_formats.writing import written_calls
 
 __all__ = [
     "DEFAULT_CALL_ID",
@@ -28,4 +29,5 @@ __all__ = [
     "ReasoningFormat",
     "TaggedCalls",
     "found_format",
+    "written_calls",
 ]

@@ -42,6 +42,13 @@ COHERE_THINKING = ReasoningFormat(
     "<|START_THINKING|>", "<|END_THINKING|>", names=("cohere_command3", "cohere_command4", "cohere")
 )
 GEMMA_THINKING = ReasoningFormat("<|channel>thought\n", "<channel|>", names=("gemma4",))
+HYPERCLOVA_THINKING = ReasoningFormat(
+    "/think\n", "<|im_end|>\n<|im_start|>assistant", names=("hyperclovax",), shown=("assistant/think",)
+)
+SOLAR_THINKING = ReasoningFormat(
+    "<|think|>", "<|end|><|begin|>assistant", names=("solar_open",), shown=("<|think|>", "<|begin|>")
+)
+MINICPM_THINKING = ReasoningFormat("<|thought_start|>", "<|thought_end|>", names=("minicpm3",))
 GRANITE_THINKING = ReasoningFormat("Here is my thought process:", "Here is my response:", names=("granite",))
 REASONING_ROWS: tuple[ReasoningFormat, ...] = (
     HARMONY_THINKING,
@@ -50,6 +57,9 @@ REASONING_ROWS: tuple[ReasoningFormat, ...] = (
     SEED_THINKING,
     COHERE_THINKING,
     GEMMA_THINKING,
+    HYPERCLOVA_THINKING,
+    SOLAR_THINKING,
+    MINICPM_THINKING,
     GRANITE_THINKING,
     THINK,
 )
@@ -123,6 +133,24 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         reasoning=(THINK,),
     ),
     AnswerFormat(
+        names=("dots",),
+        models="dots",
+        example='<dots_function_call><invoke name="weather"><parameter name="city">Paris</parameter></invoke>'
+        "</dots_function_call>",
+        calls=TaggedCalls(
+            "<dots_function_call>\n",
+            "</dots_function_call>",
+            '<invoke name="{name}">\n',
+            "</invoke>\n",
+            '<parameter name="{key}">',
+            "</parameter>\n",
+            grouped=True,
+        ),
+        needs=(("<dots_function_call>",),),
+        architectures=("Dots1ForCausalLM", "dots1"),
+        reasoning=(THINK,),
+    ),
+    AnswerFormat(
         names=("deepseek_v32",),
         models="DeepSeek V3.2",
         example='<｜DSML｜function_calls><｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" '
@@ -155,7 +183,10 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         ),
         needs=(("<tool_call>", "<function=", "<parameter="),),
         lacks=("<seed:tool_call>",),
-        architectures=("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "qwen3next"),
+        architectures=(
+            *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "qwen3next"),
+            *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        ),
         reasoning=(THINK,),
     ),
     AnswerFormat(
@@ -183,6 +214,15 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         needs=(("<|tool_call>", "call:", '<|"|>'),),
         architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "gemma4"),
         reasoning=(GEMMA_THINKING,),
+    ),
+    AnswerFormat(
+        names=("functiongemma",),
+        models="FunctionGemma",
+        example="<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>",
+        calls=ArgumentCalls(
+            ("<start_function_call>",), "<end_function_call>", language="gemma", layout="alone", quote="<escape>"
+        ),
+        needs=(("<start_function_call>", "<escape>"),),
     ),
     AnswerFormat(
         names=("granite",),
@@ -214,13 +254,43 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         reasoning=(COHERE_THINKING,),
     ),
     AnswerFormat(
+        names=("command_r",),
+        models="Command R, Command R+",
+        example='Action: ```json [{"tool_name": "weather", "parameters": {...}}]```',
+        calls=JsonCalls(
+            ("Action:\n```json", "Action: ```json", "Action:```json"),
+            "```",
+            listed=True,
+            name_key="tool_name",
+            arguments_key="parameters",
+            spread=True,
+        ),
+        needs=(("<|START_OF_TURN_TOKEN|>", "Action:", '"tool_name"'),),
+        lacks=("<|START_ACTION|>",),
+        architectures=("CohereForCausalLM", "command-r"),
+    ),
+    AnswerFormat(
         names=("lfm2",),
         models="LFM2, LFM2.5",
         example='<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>',
         calls=ArgumentCalls(("<|tool_call_start|>",), "<|tool_call_end|>", json=True),
-        needs=(("<|tool_call_start|>", "<|tool_call_end|>"), ("<|tool_list_start|>", "<|tool_list_end|>")),
+        needs=(
+            ("<|tool_call_start|>", "<|tool_call_end|>"),
+            ("<|tool_list_start|>", "<|tool_list_end|>"),
+            ("List of tools: [", "keep_past_thinking"),
+        ),
+        lacks=("<|thought_start|>",),
         architectures=("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "lfm2", "lfm2moe"),
         reasoning=(THINK,),
+    ),
+    AnswerFormat(
+        names=("minicpm3",),
+        models="MiniCPM3",
+        example='<|tool_call_start|> ```python weather(city="Paris") ``` <|tool_call_end|>',
+        calls=ArgumentCalls(("<|tool_call_start|>\n```python",), "```\n<|tool_call_end|>", layout="lines"),
+        needs=(("<|tool_call_start|>", "<|thought_start|>"),),
+        architectures=("MiniCPM3ForCausalLM", "minicpm3"),
+        reasoning=(MINICPM_THINKING,),
     ),
     AnswerFormat(
         names=("hunyuan_a13b", "jamba"),
@@ -268,6 +338,69 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         needs=(("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),),
         architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "YoutuForCausalLM", "deepseek2"),
         reasoning=(THINK,),
+    ),
+    AnswerFormat(
+        names=("gigachat3",),
+        models="GigaChat 3",
+        example=f"function call<|role_sep|>{_JSON_CALL}",
+        calls=JsonCalls(("function call<|role_sep|>", "<|function_call|>"), space="\n", closers=("<|message_sep|>",)),
+        needs=(("<|role_sep|>", "<|message_sep|>"), ("role_sep", "message_sep", "function result")),
+        hidden=("<|message_sep|>",),
+    ),
+    AnswerFormat(
+        names=("solar_open",),
+        models="Solar Open",
+        example="<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>weather<|tool_call:args|>{...}<|tool_call:end|>",
+        calls=JsonCalls(
+            ("<|tool_call:begin|>",),
+            heads=(("{id}<|tool_call:name|>{name}<|tool_call:args|>", "<|tool_call:end|>"),),
+            only_heads=True,
+            around=("<|tool_calls|>", ""),
+            closers=("<|tool_call:end|>", "<|calls|>"),
+        ),
+        needs=(("<|tool_call:begin|>", "<|tool_call:args|>"),),
+        architectures=("SolarOpenForCausalLM",),
+        hidden=("<|content|>", "<|end|>", "<|begin|>assistant", "<|flush|>"),
+        always=True,
+        reasoning=(SOLAR_THINKING,),
+    ),
+    AnswerFormat(
+        names=("hyperclovax",),
+        models="HyperCLOVA X SEED Think",
+        example=f"<|im_end|> <|im_start|>assistant -> tool/function_call [{_JSON_CALL}]",
+        calls=JsonCalls((" -> tool/function_call\n", "-> tool/function_call\n"), listed=True),
+        needs=(("tool/function_call", "<|im_start|>"),),
+        architectures=("HyperCLOVAXForCausalLM",),
+        hidden=("<|im_end|>", "<|im_start|>assistant"),
+        opens_line=True,
+        always=True,
+        reasoning=(HYPERCLOVA_THINKING,),
+    ),
+    AnswerFormat(
+        names=("nemotron_json", "llama_nemotron_json"),
+        models="Llama Nemotron, Nemotron Nano 2",
+        example=f"<TOOLCALL>[{_JSON_CALL}]</TOOLCALL>",
+        calls=JsonCalls(("<TOOLCALL>",), "</TOOLCALL>", listed=True),
+        needs=(("<TOOLCALL>", "</TOOLCALL>"),),
+        reasoning=(THINK,),
+    ),
+    AnswerFormat(
+        names=("functionary_v3", "functionary"),
+        models="Functionary 3.1, Llama 3.1 with functions of its own",
+        example='<function=weather>{"city": "Paris"}</function>',
+        calls=JsonCalls(
+            ("<function=",), heads=(("{name}>", "</function>"),), only_heads=True, closers=("</function>",)
+        ),
+        needs=(("<function=example_function_name>{",),),
+    ),
+    AnswerFormat(
+        names=("glm4",),
+        models="GLM-4",
+        example='weather {"city": "Paris"}',
+        calls=JsonCalls((), heads=(("{name}\n", ""),), only_heads=True, unmarked=True),
+        needs=(("[gMASK]<sop>", "在调用上述函数时"),),
+        lacks=("<arg_key>",),
+        architectures=("GlmForCausalLM", "Glm4ForCausalLM", "chatglm", "glm4"),
     ),
     AnswerFormat(
         names=("mistral",),
@@ -332,7 +465,7 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
             ('"parameters"', "<|start_header_id|>"),
             ('"parameters"', "<|header_start|>"),
         ),
-        lacks=("[func_name1(", "<|python_start|>", "<tool_call>"),
+        lacks=("[func_name1(", "<|python_start|>", "<tool_call>", "<function=", "<TOOLCALL>"),
         architectures=("LlamaForCausalLM", "CwmForCausalLM", "llama"),
         reasoning=(THINK,),
     ),

@@ -57,7 +57,9 @@ class JsonCalls:
         first_members: members before the name, as the family writes them.
         between: text that parts two calls outside of a list.
         space: white space that the family writes around the JSON.
-        unmarked: a call that is the whole answer needs no mark.
+        spread: the family writes each member of a call on a line of its own.
+        unmarked: a call that is the whole answer needs no mark. With `only_heads`, the answer begins with the name of a
+            function that is offered, as the first of `heads` has the name.
         only_heads: a call has one of the forms of `heads`.
         at_start: texts that stand before calls at the start of an answer only.
         heads: further forms of a call behind `begins`: what stands before and behind the arguments. `{name}` is the
@@ -74,6 +76,7 @@ class JsonCalls:
     first_members: str = ""
     between: str = ""
     space: str = ""
+    spread: bool = False
     unmarked: bool = False
     heads: tuple[tuple[str, str], ...] = ()
     only_heads: bool = False
@@ -122,6 +125,7 @@ class ArgumentCalls:
         layout: calls stand in a list, on lines, or alone between the marks.
         unmarked: an answer that begins with a list of calls needs no mark.
         json: a list of calls as JSON may stand in place of the list.
+        quote: mark on both sides of a text in Gemma's language.
     """
 
     begins: tuple[str, ...]
@@ -130,6 +134,7 @@ class ArgumentCalls:
     layout: Literal["list", "lines", "alone"] = "list"
     unmarked: bool = False
     json: bool = False
+    quote: str = '<|"|>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,7 @@ class AnswerFormat:
         own_ids: regular expression of the ids that the chat template takes; other ids are rewritten in the history.
             "" = any.
         hidden: marks around the text of an answer, which are not shown.
+        opens_line: an answer begins with a line break, which is not shown.
         always: answers are read by this row also if no function is offered.
     """
 
@@ -171,6 +177,7 @@ class AnswerFormat:
     call_id: str = DEFAULT_CALL_ID
     own_ids: str = ""
     hidden: tuple[str, ...] = ()
+    opens_line: bool = False
     always: bool = False
     reasoning: tuple[ReasoningFormat, ...] = ()
 

@@ -17,8 +17,8 @@ from jinja2 import Template, meta
 
 from moonpool.base.answer_formats import found_format
 from moonpool.base.checkpoint.generic_tools import with_generic_tools
-from moonpool.base.checkpoint.past_calls import past_arguments
-from moonpool.base.checkpoint.past_ids import with_own_ids
+from moonpool.base.checkpoint.past_calls import CALL_SHAPES, CallShape, past_arguments, with_text_of_calls
+from moonpool.base.checkpoint.past_ids import with_names, with_own_ids
 from moonpool.base.checkpoint.past_thinking import names_thinking, with_thinking
 from moonpool.base.checkpoint.template_sandbox import TemplateSandbox, begin_rendering, bounded_text
 from moonpool.base.errors import CheckpointError, InvalidRequest
@@ -181,6 +181,8 @@ class ChatTemplates:
         self._control = control
         self._row = found_format(self.tool_use.source).row
         self._names_thinking = names_thinking(self.tool_use.source)
+        self._shape, shows_calls = (CallShape(), True) if not self.tool_use.takes_tools else _call_shape(self.tool_use)
+        self._unshown = None if shows_calls else self._row
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -201,7 +203,7 @@ class ChatTemplates:
         for name in options.template_kwargs:
             if name in _RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"cannot set {name}")
-        turns = with_own_ids([_plain_json(message) for message in messages], self._row)
+        turns = with_own_ids(with_names([_plain_json(message) for message in messages]), self._row)
         if self._names_thinking:
             turns = [with_thinking(turn) for turn in turns]
         offered = _plain_json(tools)
@@ -220,13 +222,17 @@ class ChatTemplates:
         return self._control.unmark(text, begin, end)
 
     def _marked_turn(self, turn: dict[str, Any], begin: str, end: str, field: str) -> dict[str, Any]:
-        """Return a turn as templates take turns: call arguments are objects there, and text in OpenAI's form."""
+        """Return a turn as the template takes turns: call arguments are objects for most, and text in OpenAI's form."""
         for index, call in enumerate(turn.get("tool_calls", ())):
             place = f"{field}.tool_calls.{index}.function.arguments"
             call["function"]["arguments"] = past_arguments(call["function"].get("arguments"), place)
+        if turn.get("tool_calls") and self._unshown is None:
+            turn = self._shape.shaped(turn)
         marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
         if turn.get("role") in _ROLES:  # templates ask for these, which may be tokens
             marked["role"] = turn["role"]
+        if self._unshown is not None:  # the marks of calls are the model's own, what is within them is not
+            marked = with_text_of_calls(marked, marked.get("tool_calls", ()), self._unshown)
         return marked
 
     def _text(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], options: ChatOptions) -> str:
@@ -240,6 +246,31 @@ class ChatTemplates:
             except InvalidRequest as error:
                 errors.append(error)
         raise errors[0]
+
+
+_PROBED_VALUE = "an argument"
+_PROBED_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "d"}}},
+    },
+}
+
+
+def _call_shape(template: ChatTemplate) -> tuple[CallShape, bool]:
+    """The first shape of a turn with calls that a template does not refuse, and whether the template shows the call."""
+    call = {"id": "abcDEF123", "type": "function", "function": {"name": "probe", "arguments": {"key": _PROBED_VALUE}}}
+    result = {"role": "tool", "tool_call_id": "abcDEF123", "name": "probe", "content": "result"}
+    for shape in CALL_SHAPES:
+        turn = shape.shaped({"role": "assistant", "content": "", "tool_calls": [call]})
+        try:
+            text = template.render([{"role": "user", "content": "ask"}, turn, result], [_PROBED_TOOL], ChatOptions())
+        except InvalidRequest:
+            continue
+        return shape, _PROBED_VALUE in text
+    return CallShape(), True
 
 
 def _mark_final(turns: list[dict[str, Any]], stop: str) -> None:

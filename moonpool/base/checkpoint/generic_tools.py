@@ -9,6 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moonpool.base.answer_formats import FORMATS
+from moonpool.base.checkpoint.past_calls import with_text_of_calls
+
 GENERIC_TOOL_CALL = "<tool_call>"
 """What a call begins with in an answer."""
 _INSTRUCTIONS = """You can call functions. These are the functions, one JSON object on each line:
@@ -48,14 +51,7 @@ def with_generic_tools(
 
 def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     turn = {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = [
-        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        for call in message.get("tool_calls", ())
-    ]
-    if calls:
-        texts = [f"{GENERIC_TOOL_CALL}\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-        turn["content"] = "\n".join(filter(None, (turn.get("content"), *texts)))
-    return turn
+    return with_text_of_calls(turn, message.get("tool_calls", ()), FORMATS["hermes"])
 
 
 def _with_definitions(

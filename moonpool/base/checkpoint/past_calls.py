@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
+from moonpool.base.answer_formats import AnswerFormat, written_calls
 from moonpool.base.errors import InvalidRequest
 
 _MAX_PYTHON_CHARS = 10_000
@@ -32,6 +35,47 @@ def call_arguments(value: Any) -> dict[str, Any]:
     """
     found = _object(value)
     return found if _is_text(found) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How a chat template takes an assistant's turn with calls.
+
+    Attributes:
+        texts: arguments are JSON as text, not objects.
+        parts: a turn without text has a part without text, not an empty text.
+    """
+
+    texts: bool = False
+    parts: bool = False
+
+    def shaped(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Return a turn whose arguments are objects as the template takes the turn."""
+        if self.texts:
+            calls = [
+                {**call, "function": {**call["function"], "arguments": _json_text(call["function"]["arguments"])}}
+                for call in turn["tool_calls"]
+            ]
+            turn = {**turn, "tool_calls": calls}
+        if self.parts and not turn.get("content"):
+            turn = {**turn, "content": [{"type": "text", "text": ""}]}
+        return turn
+
+
+CALL_SHAPES = (CallShape(), CallShape(texts=True), CallShape(parts=True), CallShape(texts=True, parts=True))
+"""Shapes, of which a template takes the first that it does not refuse."""
+
+
+def with_text_of_calls(turn: dict[str, Any], calls: Sequence[Mapping[str, Any]], row: AnswerFormat) -> dict[str, Any]:
+    """Return a turn with calls in its content, as a family writes calls; arguments are objects."""
+    if calls:
+        text = written_calls(row, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+        turn = {**turn, "content": "\n".join(filter(None, (turn.get("content"), text)))}
+    return turn
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_text(found: dict[str, Any]) -> bool:

@@ -10,6 +10,24 @@ from typing import Any
 from moonpool.base.answer_formats import AnswerFormat
 
 
+def with_names(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which each tool's turn has the function's `name`, which some templates ask for.
+
+    OpenAI's clients name the call alone.
+    """
+    names = {
+        str(call.get("id", "")): name
+        for turn in turns
+        for call in turn.get("tool_calls") or ()
+        if (name := _name(call))
+    }
+    named = []
+    for turn in turns:
+        called = names.get(str(turn.get("tool_call_id", ""))) if turn.get("role") == "tool" else None
+        named.append({**turn, "name": called} if called and not turn.get("name") else dict(turn))
+    return named
+
+
 def with_own_ids(turns: Sequence[Mapping[str, Any]], row: AnswerFormat | None) -> list[dict[str, Any]]:
     """Return messages with ids of calls as the family writes ids: of clients' other models, for example.
 

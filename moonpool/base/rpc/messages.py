@@ -13,10 +13,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from moonpool.base.errors import FrameError, InvalidRequest
@@ -41,6 +40,8 @@ MAX_NUMBERS = 1 << 20
 """Elements of packed repeated numbers: token ids, above all."""
 MAX_TEXT_BYTES = 4 << 20
 """Bytes of text; Python may need four times as much for the text."""
+MAX_DEPTH = 100
+"""Messages within messages; protobuf's own limit."""
 FIELDS_OF = {
     # Answers about whole clusters, which a conductor gives and no service reads.
     "moonpool.v1.ClusterStateResponse": 1 << 18,
@@ -76,6 +77,7 @@ class _MessageBudget:
         self.fields = FIELDS_OF.get(name, MAX_FIELDS)
         self.numbers = MAX_NUMBERS
         self.text_bytes = MAX_TEXT_BYTES
+        self.depth = MAX_DEPTH
 
     def too_many(self, what: str) -> InvalidRequest:
         return InvalidRequest("", f"{self.name.rpartition('.')[2]} has too many {what}")
@@ -85,7 +87,7 @@ def check_message(cls: type[Message], data: bytes) -> None:
     """Refuse an encoded message that would cost too much to parse and to read.
 
     Raises:
-        InvalidRequest: The message has too many fields, numbers or characters, or a group.
+        InvalidRequest: The message has too many fields, numbers, characters or levels, or a group.
         DecodeError: The message is malformed.
     """
     if len(data) <= UNCHECKED_BYTES:
@@ -145,7 +147,11 @@ def _check_fields(data: bytes, position: int, end: int, table: dict[int, _KnownF
 
 def _check_value(data: bytes, begin: int, end: int, known: _KnownField, left: _MessageBudget) -> None:
     if known.message is not None:
+        left.depth -= 1
+        if left.depth < 0:
+            raise left.too_many("levels")
         _check_fields(data, begin, end, known.message, left)
+        left.depth += 1
     elif known.text:
         left.text_bytes -= end - begin
         if left.text_bytes < 0:
@@ -156,10 +162,15 @@ def _check_value(data: bytes, begin: int, end: int, known: _KnownField, left: _M
             raise left.too_many("numbers")
 
 
-@cache
-def _checked_fields(descriptor: Descriptor) -> dict[int, _KnownField]:
+_TABLES: dict[str, dict[int, _KnownField]] = {}
+"""What `_checked_fields` has found, by the message's name."""
+
+
+def _checked_fields(descriptor: Any) -> dict[int, _KnownField]:
     """The length-delimited fields that the scan must look into, by tag."""
-    table = {}
+    if (known := _TABLES.get(descriptor.full_name)) is not None:
+        return known
+    table = _TABLES[descriptor.full_name] = {}  # before its fields: a message may hold messages of its own kind
     for field in descriptor.fields:
         if field.message_type is not None:
             table[field.number << 3 | _LENGTH_DELIMITED] = _KnownField(message=_checked_fields(field.message_type))

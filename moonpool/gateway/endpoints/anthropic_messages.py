@@ -20,6 +20,7 @@ from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, WholePart
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
@@ -372,7 +373,8 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
     job.set_chat_options(body.chat_options())
     tools = body.tool_set()
     parser = gateway.builder.offer_tools(job, tools)
-    cache = await _cache_breakpoints(gateway, body, tools)
+    marked = _cache_breakpoints(gateway, checked.caller.tenant, body, tools)
+    cache = await while_connected(request.receive, marked)
     decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
     return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode, cache))
 
@@ -391,7 +393,9 @@ class CacheBreakpoints:
         return 0 if self.behind is None else max(0, usage.prompt_tokens - self.behind - known), hour
 
 
-async def _cache_breakpoints(gateway: GatewayContext, body: MessagesBody, tools: ToolSet | None) -> CacheBreakpoints:
+async def _cache_breakpoints(
+    gateway: GatewayContext, tenant: str, body: MessagesBody, tools: ToolSet | None
+) -> CacheBreakpoints:
     marks = body.cache_marks()
     ends = [index for index, (_, mark) in enumerate(marks) if mark is not None]
     if not ends:
@@ -403,7 +407,7 @@ async def _cache_breakpoints(gateway: GatewayContext, body: MessagesBody, tools:
     else:
         definitions = tools.definitions if tools else ()
         behind = await gateway.tokenizer.tokens_behind(
-            body.to_messages(), definitions, body.chat_options(), texts, wanted
+            tenant, body.to_messages(), definitions, body.chat_options(), texts, wanted
         )
     return CacheBreakpoints(*behind)
 
@@ -412,12 +416,14 @@ async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
     """Number of tokens in a conversation."""
     checked = await gateway.auth.read_body(request, CountTokensBody)
     max_tokens, tools = await gateway.max_model_len(), checked.body.tool_set()
-    tokens = await gateway.tokenizer.encode_chat(
+    encoded = gateway.tokenizer.encode_chat(
+        checked.caller.tenant,
         checked.body.to_messages(),
         tools.definitions if tools else (),
         max_tokens,
         checked.body.chat_options(),
     )
+    tokens = await while_connected(request.receive, encoded)
     checked.caller.budget.charge_work(len(tokens))
     return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
 

@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.gateway.serving.body import Body
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
+from moonpool.gateway.serving.markdown import safe_html
 
 INDEX_FILE = "index.html"
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -60,7 +62,9 @@ async def file(gateway: GatewayContext, request: Request) -> Response:
 async def markdown(gateway: GatewayContext, request: Request) -> Response:
     """Safe HTML of a text in Markdown. Uses no budget, because the page renders every answer."""
     checked = await gateway.auth.read_body(request, MarkdownBody, uses_budget=False)
-    return json_response({"html": await gateway.markdown.html(checked.caller.tenant, checked.body.text)})
+    rendered = gateway.rendering.run(checked.caller.tenant, lambda: safe_html(checked.body.text))
+    html = await while_connected(request.receive, rendered)
+    return json_response({"html": html})
 
 
 @cache

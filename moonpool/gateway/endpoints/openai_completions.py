@@ -15,6 +15,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateArguments, GenerateResult, TokenEvent
 from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenAIFormatter, sse_event
 from moonpool.gateway.serving.body import FailFastList, Integer
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
@@ -89,10 +90,12 @@ async def completions(gateway: GatewayContext, request: Request) -> GenerationRe
     options = CompletionOptions.of(body)
     echo: list[EchoedPrompt] | None = None
     if body.return_token_ids or body.echo or body.add_special_tokens is False:
-        token_ids = await gateway.builder.prompt_token_ids(job, special=body.add_special_tokens is not False)
+        encoded = gateway.builder.prompt_token_ids(job, special=body.add_special_tokens is not False)
+        token_ids = await while_connected(request.receive, encoded)
         options = replace(options, prompt_token_ids=token_ids if body.return_token_ids else None)
         if body.echo:
-            echo = await echoed_prompts(gateway, body.prompts(), token_ids)
+            echoed = echoed_prompts(gateway, checked.caller.tenant, body.prompts(), token_ids)
+            echo = await while_connected(request.receive, echoed)
         if body.echo or body.add_special_tokens is False:
             job.replace_prompts(token_ids)
     return gateway.generate(job, CompletionFormatter(job.model_name, logprobs, options, echo, answers=limit > 0))
@@ -107,14 +110,16 @@ class EchoedPrompt:
 
 
 async def echoed_prompts(
-    gateway: GatewayContext, prompts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]
+    gateway: GatewayContext, tenant: str, prompts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]
 ) -> list[EchoedPrompt]:
     """The prompts as text, with their tokens.
 
     Raises:
         InvalidRequest: a token is outside the vocabulary.
     """
-    texts = [prompt if isinstance(prompt, str) else await gateway.tokenizer.decode(prompt) for prompt in prompts]
+    texts = [
+        prompt if isinstance(prompt, str) else await gateway.tokenizer.decode(tenant, prompt) for prompt in prompts
+    ]
     return [EchoedPrompt(text, tokens) for text, tokens in zip(texts, token_ids, strict=True)]
 
 

@@ -20,6 +20,7 @@ from moonpool.client import GenerateResult
 from moonpool.gateway.endpoints.embeddings import MAX_INPUTS, EmbeddingBody, EmbeddingFormatter
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList, Integer, TextOr
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.label_scores import label_scores
@@ -133,7 +134,8 @@ def _listed(name: str, given: str | list[str] | None) -> list[str]:
 
 async def scores(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Score pairs of texts."""
-    return await _answered(gateway, await gateway.auth.read_body(request, ScoreBody), ScoreFormatter)
+    checked = await gateway.auth.read_body(request, ScoreBody)
+    return await while_connected(request.receive, _answered(gateway, checked, ScoreFormatter))
 
 
 async def rerank(gateway: GatewayContext, request: Request) -> GenerationResponse:
@@ -164,7 +166,9 @@ async def _answered(
     else:
         gateway.tokenizer.check_model(state.model)
         chosen = [(texts[first], texts[second]) for first, second in pairs]
-        job.replace_prompts(await gateway.tokenizer.encode_pairs(body.second, chosen, state.max_tokens))
+        job.replace_prompts(
+            await gateway.tokenizer.encode_pairs(checked.caller.tenant, body.second, chosen, state.max_tokens)
+        )
         job.prompt_field = body.second
         activation = classifier.activation if body.use_activation is not False else "none"
 

@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest
+from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
@@ -46,13 +48,18 @@ class DetokenizeBody(Body):
 async def tokenize(gateway: GatewayContext, request: Request) -> Response:
     """Tokens for a prompt or for messages."""
     checked = await gateway.auth.read_body(request, TokenizeBody)
+    return await while_connected(request.receive, _tokenized(gateway, checked))
+
+
+async def _tokenized(gateway: GatewayContext, checked: CheckedRequest[TokenizeBody]) -> Response:
     body, max_tokens = checked.body, await gateway.max_model_len()
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        tokens = await gateway.tokenizer.encode(body.prompt, max_tokens, special=special)
+        tokens = await gateway.tokenizer.encode(checked.caller.tenant, body.prompt, max_tokens, special=special)
     else:
         tools = body.tool_set()
         tokens = await gateway.tokenizer.encode_chat(
+            checked.caller.tenant,
             body.to_messages(),
             tools.definitions if tools else (),
             max_tokens,
@@ -60,7 +67,7 @@ async def tokenize(gateway: GatewayContext, request: Request) -> Response:
             special=bool(body.add_special_tokens),
         )
     checked.caller.budget.charge_work(len(tokens))
-    strings = await gateway.tokenizer.token_strings(tokens) if body.return_token_strs else None
+    strings = await gateway.tokenizer.token_strings(checked.caller.tenant, tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": max_tokens, "tokens": tokens, "token_strs": strings}
     return json_response(answer, checked.warning_headers)
 
@@ -76,7 +83,8 @@ async def detokenize(gateway: GatewayContext, request: Request) -> Response:
     if len(tokens) > max_tokens:
         raise InvalidRequest("tokens", f"has more than {max_tokens} tokens, the model's length")
     checked.caller.budget.charge_work(len(tokens))
-    prompt = await gateway.tokenizer.decode(tokens)
+    decoded = gateway.tokenizer.decode(checked.caller.tenant, tokens)
+    prompt = await while_connected(request.receive, decoded)
     return json_response({"prompt": prompt}, checked.warning_headers)
 
 

@@ -8,7 +8,8 @@ from contextlib import aclosing
 
 from starlette.types import Message, Receive, Scope, Send
 
-from moonpool.gateway.serving.asgi_reply import AsgiReply, ClientGoneError, while_connected
+from moonpool.gateway.serving.asgi_reply import AsgiReply
+from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 
 _END = b"\n\n"
 _FORGOTTEN = (

@@ -18,6 +18,7 @@ from moonpool.gateway.responses.response_object import UNDER_WAY, response_head
 from moonpool.gateway.responses.stored_items import list_page, owner_and_name
 from moonpool.gateway.responses.turn import ResponsesTurn
 from moonpool.gateway.serving.body_reader import CLEANUP
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
@@ -64,7 +65,9 @@ async def count_input_tokens(gateway: ResponsesContext, request: Request) -> Res
     turn, tools = await ResponsesTurn.of(gateway, checked, ""), checked.body.tool_set()
     definitions = tools.definitions if tools else ()
     max_tokens = await gateway.max_model_len()
-    tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, checked.body.chat_options())
+    options = checked.body.chat_options()
+    encoded = gateway.tokenizer.encode_chat(turn.tenant, turn.messages(), definitions, max_tokens, options)
+    tokens = await while_connected(request.receive, encoded)
     checked.caller.budget.charge_work(len(tokens))
     content = {"object": "response.input_tokens", "input_tokens": len(tokens)}
     return json_response(content, checked.warning_headers)

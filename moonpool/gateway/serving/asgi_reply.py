@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Send
 
 from moonpool.gateway.serving.json_response import JSON_TYPE
 
-T = TypeVar("T")
 SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 
@@ -49,31 +46,3 @@ class AsgiReply:
 
 async def to_nobody(message: Message) -> None:
     """Send a part of a response that has no client."""
-
-
-class ClientGoneError(Exception):
-    """The client has closed the connection."""
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Cancels `work` if the client disconnects first.
-
-    Raises:
-        ClientGoneError: the client has disconnected.
-    """
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnected(receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _wait_disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,21 +1,17 @@
-"""What bodies may cost: the memory that they hold, how fast they come, and how much there is to parse."""
+"""What bodies may cost: the memory that they hold, and how fast they come. See also `moonpool.base.json_parts`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import le
-from typing import NamedTuple
 
-from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.errors import Unavailable
 
 BODY_COPIES = 4
 """Memory for a request in progress, as a multiple of the body's size: the text, and the derived objects."""
 MAX_PACED = 1024
 """Tenants beyond which those whose bytes are all due are forgotten."""
-UNCHECKED_BYTES = 64 << 10
-"""Bodies up to this size are parsed without counting their parts first."""
 
 
 class BodyMemory:
@@ -86,56 +82,3 @@ class BodyPace:
             self._due = {name: until for name, until in self._due.items() if until > now}
         self._due[tenant] = due
         return max(0.0, due - now - self._ahead_s)
-
-
-class JsonPartCounts(NamedTuple):
-    """Number of parts in a JSON value, the value included.
-
-    Attributes:
-        objects: JSON objects, for example messages.
-        arrays: JSON arrays, for example prompts of token ids.
-        members: members of all objects.
-        strings: strings, including the names of members.
-        items: commas between members and between items of arrays, for example token ids.
-    """
-
-    objects: int
-    arrays: int
-    members: int
-    strings: int
-    items: int
-
-
-MAX_JSON_PARTS = JsonPartCounts(objects=1 << 13, arrays=1 << 13, members=1 << 15, strings=1 << 16, items=1 << 17)
-"""Parsing holds the interpreter lock, so one body's parts bound how long other requests may wait for the lock."""
-
-
-def check_json_parts(raw: bytes) -> None:
-    """Refuse a body that would take long to parse.
-
-    Raises:
-        InvalidRequest: the body has too many parts.
-    """
-    # Counting signs also within strings is far cheaper, and enough for most bodies.
-    if len(raw) <= UNCHECKED_BYTES or all(map(le, _most_json_parts(raw), MAX_JSON_PARTS)):
-        return
-    for what, count, most in zip(JsonPartCounts._fields, count_json_parts(raw), MAX_JSON_PARTS, strict=True):
-        if count > most:
-            raise InvalidRequest("", f"a body has at most {most} {what}")
-
-
-def count_json_parts(raw: bytes) -> JsonPartCounts:
-    """Count the parts of JSON text. For text that is not JSON, the counts bound the work of a parser."""
-    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # so each quote begins or ends a string
-    strings = unescaped.count(b'"') // 2
-    if strings > MAX_JSON_PARTS.strings:
-        return JsonPartCounts(0, 0, 0, strings, 0)
-    outside = b"".join(unescaped.split(b'"')[::2])
-    objects, arrays, members, items = map(outside.count, (b"{", b"[", b":", b","))
-    return JsonPartCounts(objects, arrays, members, strings, items)
-
-
-def _most_json_parts(raw: bytes) -> JsonPartCounts:
-    """As `count_json_parts`, with the signs within strings."""
-    objects, arrays, members, quotes, items = map(raw.count, (b"{", b"[", b":", b'"', b","))
-    return JsonPartCounts(objects, arrays, members, quotes // 2, items)

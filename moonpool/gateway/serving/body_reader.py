@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -12,8 +11,11 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from moonpool.base.errors import InvalidRequest
+from moonpool.base.json_parts import UNCHECKED_BYTES, check_json_parts
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.gateway.serving.body import BodyT, validate_body
-from moonpool.gateway.serving.body_limits import UNCHECKED_BYTES, BodyMemory, BodyPace, check_json_parts
+from moonpool.gateway.serving.body_limits import BodyMemory, BodyPace
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.errors import HttpError
 from moonpool.gateway.serving.json_response import JSON_TYPE
 
@@ -30,14 +32,14 @@ class BodyReader:
         max_bytes: maximum size of a body.
         timeout_s: seconds in which a body must arrive.
         memory: the memory of all bodies.
-        threads: parse bodies of more than `UNCHECKED_BYTES`.
+        threads: parse bodies of more than `UNCHECKED_BYTES`, by turns of tenants.
         pace: how fast bodies are read.
     """
 
     max_bytes: int
     timeout_s: float
     memory: BodyMemory
-    threads: Executor
+    threads: TenantTurns
     pace: BodyPace
 
     async def read(self, request: Request, cls: type[BodyT], tenant: str) -> BodyT:
@@ -62,7 +64,7 @@ class BodyReader:
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "timeout", message, close=True) from None
         if len(raw) <= UNCHECKED_BYTES:
             return _parse_body(cls, raw)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, _parse_body, cls, raw)
+        return await while_connected(request.receive, self.threads.run(tenant, lambda: _parse_body(cls, raw)))
 
     async def _read_raw(self, request: Request, tenant: str, take: Callable[[int], None]) -> bytes:
         body, clock = bytearray(), asyncio.get_running_loop().time

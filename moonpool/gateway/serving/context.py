@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.checkpoint.pooling import Pooling
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import AsyncClient, ClusterState
 from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.embedding_sizes import WHOLE, EmbeddingSizes
 from moonpool.gateway.serving.generation_job import GenerationJob
-from moonpool.gateway.serving.generation_response import GenerationResponse
-from moonpool.gateway.serving.markdown import MarkdownRenderer
+from moonpool.gateway.serving.generation_response import AnswerTurns, GenerationResponse
 from moonpool.gateway.serving.metrics import GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder
@@ -35,8 +35,9 @@ class GatewayContext:
         metrics: counters and timers of requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
-        markdown: renders answers for the page.
+        rendering: a thread that renders answers for the page, by turns of tenants.
         next_turns: computes what next turns begin with.
+        turns: turns of tenants for prompts of lists, and for what is costly to write.
         started_at: when the gateway started, in seconds since 1970.
         embedding_sizes: sizes to which embeddings may be cut.
         pooling: what the served model makes of whole prompts; None: it answers with text.
@@ -51,9 +52,10 @@ class GatewayContext:
     metrics: GatewayMetrics
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
-    markdown: MarkdownRenderer
+    rendering: TenantTurns
     next_turns: NextTurns
     started_at: int
+    turns: AnswerTurns
     served_names: Sequence[str] = ()
     embedding_sizes: EmbeddingSizes = WHOLE
     pooling: Pooling | None = None
@@ -80,4 +82,4 @@ class GatewayContext:
     def generate(self, job: GenerationJob, formatter: ResponseFormatter) -> GenerationResponse:
         """A response that runs `job` and writes the answer with `formatter`."""
         job.charge_request()
-        return GenerationResponse(self.client, self.metrics, job, formatter)
+        return GenerationResponse(self.client, self.metrics, self.turns, job, formatter)

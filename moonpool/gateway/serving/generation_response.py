@@ -9,33 +9,55 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces
 from moonpool.client import (
     AsyncClient,
     AsyncTokenStream,
     GenerateResult,
 )
 from moonpool.client.tracing import traceparent
-from moonpool.gateway.serving.asgi_reply import AsgiReply, ClientGoneError, to_nobody, while_connected
+from moonpool.gateway.serving.asgi_reply import AsgiReply, to_nobody
+from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes
-from moonpool.gateway.serving.merged_stream import MergedStream
+from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTurns:
+    """Turns of tenants for the answers of this gateway.
+
+    Attributes:
+        begun: places of lists' prompts that have no token yet.
+        writing: writes tokens' log probabilities, between other answers' tokens.
+    """
+
+    begun: TenantPlaces = field(default_factory=lambda: TenantPlaces(MAX_BEGUN_PROMPTS))
+    writing: LoopTurns = field(default_factory=LoopTurns)
 
 
 class GenerationResponse:
     """Runs a job and sends the answer. Starlette calls the object like a `Response`."""
 
     def __init__(
-        self, client: AsyncClient, metrics: GatewayMetrics, job: GenerationJob, formatter: ResponseFormatter
+        self,
+        client: AsyncClient,
+        metrics: GatewayMetrics,
+        turns: AnswerTurns,
+        job: GenerationJob,
+        formatter: ResponseFormatter,
     ) -> None:
         self._client = client
         self._metrics = metrics
+        self._turns = turns
         self._job = job
         self._formatter = formatter
 
@@ -100,6 +122,8 @@ class GenerationResponse:
         async with self._token_stream(request_metrics, whole=False) as tokens:
             async for event in tokens:
                 request_metrics.tokens()
+                if event.logprobs:
+                    await self._turns.writing.begin(self._tenant, len(event.token_ids))
                 formatter.add_tokens(event)
                 formatter.count_tokens(tokens.prompt_tokens, len(event.token_ids))
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
@@ -138,8 +162,14 @@ class GenerationResponse:
             )
             for index, prompt in enumerate(job.prompts)
         ]
-        tokens = streams[0] if len(streams) == 1 else MergedStream(streams, job.sampling.n)
+        tokens: AsyncTokenStream | MergedStream = streams[0]
+        if len(streams) > 1:
+            tokens = MergedStream(streams, job.sampling.n, self._turns.begun, self._tenant)
         return tokens
+
+    @property
+    def _tenant(self) -> str:
+        return self._job.arguments.get("tenant", "")
 
     def _start(self, reply: AsgiReply, tokens: AsyncTokenStream | MergedStream) -> None:
         reply.headers["x-request-id"] = self._job.client_id or tokens.request_id

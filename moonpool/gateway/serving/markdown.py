@@ -1,17 +1,12 @@
 """Safe HTML of the Markdown in answers, for the page.
 
 The text comes from a model, so nothing in the text is trusted: HTML stays text, links lead to other sites only, and the
-time that a text may take is bounded. A thread renders one text of a tenant after the other, and of a tenant's waiting
-texts no more than one: so a tenant with many texts waits for its own.
+time that a text may take is bounded.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import cache
 from html import escape
 
@@ -32,37 +27,6 @@ MAX_CODE_CHARS = 1 << 14
 _MARKS = re.compile(r"[\[\]*_~`<!&\\]")
 _LANGUAGE = re.compile(r"language-[\w+#.-]{1,32}")
 _COLOUR = re.compile(r"[a-z]{1,2}[0-9a-z]?")
-
-
-class MarkdownRenderer:
-    """Renders texts on a thread, by turns of the tenants.
-
-    Args:
-        thread: runs one call at a time.
-        render: makes HTML of a text.
-    """
-
-    def __init__(self, thread: Executor, render: Callable[[str], str] | None = None) -> None:
-        self._thread = thread
-        self._render = render or safe_html
-        self._turns: dict[str, asyncio.Lock] = {}
-        self._texts = Counter[str]()  # by tenant, rendered or waiting: the last one takes the lock away
-
-    async def html(self, tenant: str, text: str) -> str:
-        """Return a text's HTML. A caller that is cancelled while the text waits leaves nothing to be done."""
-        turn = self._turns.setdefault(tenant, asyncio.Lock())
-        self._texts[tenant] += 1
-        try:
-            async with turn:
-                running = self._thread.submit(self._render, text)
-                try:
-                    return await asyncio.wrap_future(running)
-                finally:
-                    running.cancel()  # of no effect once it has begun
-        finally:
-            self._texts[tenant] -= 1
-            if not self._texts[tenant]:
-                del self._texts[tenant], self._turns[tenant]
 
 
 def safe_html(text: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Self
 
+from moonpool.base.runtime.tenant_turns import TenantPlaces
 from moonpool.client import (
     AsyncTokenStream,
     GenerateResult,
@@ -20,6 +21,8 @@ MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
 MAX_RUNNING_PROMPTS = 64
 """Prompts in one HTTP request that run at the same time; further prompts wait."""
+MAX_BEGUN_PROMPTS = 64
+"""Prompts of all lists of a tenant that have no token yet; further prompts wait."""
 
 
 class MergedStream:
@@ -28,12 +31,23 @@ class MergedStream:
     The first error ends every stream.
     """
 
-    def __init__(self, streams: Sequence[AsyncTokenStream], choices_each: int) -> None:
+    def __init__(
+        self, streams: Sequence[AsyncTokenStream], choices_each: int, begun: TenantPlaces, tenant: str
+    ) -> None:
+        """Merge streams.
+
+        Args:
+            streams: one for each prompt.
+            choices_each: choices of each stream.
+            begun: places of prompts that have no token yet, those of all lists.
+            tenant: whose list it is.
+        """
         self._streams = streams
+        self._begun, self._tenant = begun, tenant
+        self._places = asyncio.Semaphore(MAX_RUNNING_PROMPTS)
         self._choices_each = choices_each
         self._events: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
-        self._places = asyncio.Semaphore(MAX_RUNNING_PROMPTS)
         self.result: GenerateResult | None = None
         """The result with the choices of all streams, after the iteration. The timing is the first stream's."""
 
@@ -85,9 +99,16 @@ class MergedStream:
     async def _forward(self, index: int, stream: AsyncTokenStream) -> None:
         first = index * self._choices_each
         try:
-            async with self._places, stream:
-                async for event in stream:
-                    await self._events.put(replace(event, choice=first + event.choice))
+            async with self._places:
+                # By the place in the list, so that a list that comes later does not wait for all of an earlier one.
+                give_back = await self._begun.take(self._tenant, rank=index)
+                try:
+                    async with stream:
+                        async for event in stream:
+                            give_back()  # before the client reads: a client that does not read holds no place
+                            await self._events.put(replace(event, choice=first + event.choice))
+                finally:
+                    give_back()
             await self._events.put(None)
         except Exception as error:
             await self._events.put(error)

@@ -207,14 +207,15 @@ class RequestBuilder:
         if (token_ids := arguments.get("token_ids")) is not None:
             return token_ids
         self._tokenizer.check_model(state.model)
+        tenant = arguments.get("tenant", "")
         if (prompt := arguments.get("prompt")) is not None:
-            return await self._tokenizer.encode(prompt, state.max_tokens, special=special)
+            return await self._tokenizer.encode(tenant, prompt, state.max_tokens, special=special)
         messages, tools = arguments.get("messages") or (), arguments.get("tools") or ()
         options = ChatOptions(
             continue_final_message=arguments.get("continue_final_message", False),
             template_kwargs=arguments.get("chat_template_kwargs") or {},
         )
-        return await self._tokenizer.encode_chat(messages, tools, state.max_tokens, options, special=special)
+        return await self._tokenizer.encode_chat(tenant, messages, tools, state.max_tokens, options, special=special)
 
 
 def _num_calls(job: GenerationJob) -> int:

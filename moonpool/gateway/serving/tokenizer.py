@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +18,7 @@ from moonpool.base.answer_formats import (
 )
 from moonpool.base.checkpoint import ChatOptions, Tokenizer
 from moonpool.base.errors import InvalidRequest, Mismatch
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import Message
 
 T = TypeVar("T")
@@ -57,14 +56,14 @@ class GatewayTokenizer:
     """Tokenizer and chat template of a checkpoint. Long work runs on threads."""
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer, threads: Executor, parsers: ParserNames, architecture: str = ""
+        self, name: str, tokenizer: Tokenizer, threads: TenantTurns, parsers: ParserNames, architecture: str = ""
     ) -> None:
         """Wrap the tokenizer of a checkpoint.
 
         Args:
             name: name of the checkpoint; the cluster must serve the model of this name.
             tokenizer: the tokenizer of the checkpoint.
-            threads: threads that tokenise.
+            threads: threads that tokenise, by turns of tenants.
             parsers: how answers are read.
             architecture: the model's class, as a witness of the formats; "" = unknown.
         """
@@ -75,30 +74,36 @@ class GatewayTokenizer:
         """How the model writes answers, and what a person should know of that."""
         self._thinks_at_once: dict[str, bool] = {}  # by the template's variables
 
-    async def encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
+    async def encode(self, tenant: str, text: str, max_tokens: int, *, special: bool) -> list[int]:
         """Tokens of a text; `special`: with the special tokens that begin a prompt.
 
         Raises:
             InvalidRequest: the text has more than `max_tokens` tokens.
         """
-        return await self._run(lambda: self._encode("prompt", text, max_tokens, special=special))
+        return await self._threads.run(tenant, lambda: self._encode("prompt", text, max_tokens, special=special))
 
-    async def encode_pairs(self, field: str, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[list[int]]:
+    async def encode_pairs(
+        self, tenant: str, field: str, pairs: Sequence[tuple[str, str]], max_tokens: int
+    ) -> list[list[int]]:
         """Tokens of each pair of texts, as cross-encoders take them.
 
         Raises:
             InvalidRequest: a text has more than `max_tokens` tokens; names `field`.
         """
 
-        def run() -> list[list[int]]:
-            for text in {text for pair in pairs for text in pair}:
-                self._check_longer(field, text, max_tokens)
-            return [self._tokenizer.encode_pair(*pair) for pair in pairs]
+        def check(text: str) -> Callable[[], None]:
+            return lambda: self._check_longer(field, text, max_tokens)
 
-        return await self._run(run)
+        def encode(pair: tuple[str, str]) -> Callable[[], list[int]]:
+            return lambda: self._tokenizer.encode_pair(*pair)
+
+        for text in dict.fromkeys(text for pair in pairs for text in pair):
+            await self._threads.run(tenant, check(text))
+        return [await self._threads.run(tenant, encode(pair)) for pair in pairs]
 
     async def encode_chat(
         self,
+        tenant: str,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int,
@@ -118,10 +123,11 @@ class GatewayTokenizer:
             self._check_longer("messages", chat.text, max_tokens)
             return self._tokenizer.encode_chat(chat, special)
 
-        return await self._run(run)
+        return await self._threads.run(tenant, run)
 
     async def tokens_behind(
         self,
+        tenant: str,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         options: ChatOptions,
@@ -131,6 +137,7 @@ class GatewayTokenizer:
         """For each of `ends`, a place in `texts`: tokens of the prompt behind that text.
 
         Args:
+            tenant: whose conversation it is.
             messages: the conversation.
             tools: functions that the template shows.
             options: options of the template.
@@ -150,9 +157,9 @@ class GatewayTokenizer:
                 places.append(at)
             return [len(self._tokenizer.encode(chat[places[end] :], add_special=False)) for end in ends]
 
-        return await self._run(run)
+        return await self._threads.run(tenant, run)
 
-    async def decode(self, tokens: Sequence[int]) -> str:
+    async def decode(self, tenant: str, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens included.
 
         Raises:
@@ -160,7 +167,7 @@ class GatewayTokenizer:
         """
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._tokenizer.vocab_size):
             raise InvalidRequest("tokens", f"must be in [0, {self._tokenizer.vocab_size})")
-        return await self._run(lambda: self._tokenizer.decode(tokens, skip_special=False))
+        return await self._threads.run(tenant, lambda: self._tokenizer.decode(tokens, skip_special=False))
 
     def decode_now(self, tokens: Sequence[int], skip_special: bool) -> str:
         """Text of a few tokens, decoded on the calling thread."""
@@ -171,9 +178,11 @@ class GatewayTokenizer:
         ends = range(1, len(tokens))
         return 1 + bisect.bisect_left(ends, True, key=lambda end: text in self.decode_now(tokens[:end], False))
 
-    async def token_strings(self, tokens: Sequence[int]) -> list[str]:
+    async def token_strings(self, tenant: str, tokens: Sequence[int]) -> list[str]:
         """Each token's text, separately."""
-        return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])
+        return await self._threads.run(
+            tenant, lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens]
+        )
 
     def info(self) -> dict[str, Any]:
         """VLLM's tokenizer description: special tokens by name, vocabulary size, chat template."""
@@ -242,6 +251,3 @@ class GatewayTokenizer:
         """Refuse text that is too long for any tokenization, before tokenising."""
         if chars > max_tokens * self._tokenizer.longest_token_chars:
             raise InvalidRequest(field, f"{chars} characters make more than {max_tokens} tokens, the model's length")
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

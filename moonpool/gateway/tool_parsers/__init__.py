@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moonpool.base.answer_formats import AnswerFormat, ArgumentCalls, HarmonyCalls, JsonCalls
 from moonpool.base.grammar import AnswerGrammar
 from moonpool.gateway.tool_parsers.argument_calls import argument_forms, argument_openings
@@ -58,6 +60,7 @@ def _openings(row: AnswerFormat, tools: ToolParameters) -> Openings:
             openings = argument_openings(row.calls, tools, row.hidden)
         case _:
             openings = tagged_openings(row.calls, tools, row.hidden)
+    openings = replace(openings, opens_line=row.opens_line)
     return openings if tools else openings.without_calls()
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import keyword
 import re
@@ -28,7 +29,7 @@ from moonpool.gateway.tool_parsers.gemma_values import gemma_form, gemma_json
 from moonpool.gateway.tool_parsers.json_calls import JsonCallReader, ToolCallJson
 from moonpool.gateway.tool_parsers.marked_text import Openings
 from moonpool.gateway.tool_parsers.python_values import python_json
-from moonpool.gateway.tool_parsers.schema_forms import ObjectForm, object_forms
+from moonpool.gateway.tool_parsers.schema_forms import ObjectForm, member_schemas, object_forms, unquoted
 
 _LIST = rf"{SPACE}\["
 _NAME = r"(?P<name>[\w.-]{1,256})"
@@ -45,7 +46,7 @@ class Language:
         key: what stands before a value, with the parameter's name.
         key_begun: every beginning of `key`, to the end of the text.
         close: what stands behind the arguments.
-        quotes: marks around a text.
+        quotes: marks on both sides of a text.
     """
 
     call: re.Pattern[str]
@@ -57,7 +58,7 @@ class Language:
 
     def value(self, text: str) -> str:
         """A value as JSON; as it is written if it cannot be read."""
-        return python_json(text) if self.close == ")" else gemma_json(text)
+        return python_json(text) if self.close == ")" else gemma_json(text, self.quotes[0])
 
 
 PYTHON = Language(
@@ -68,15 +69,25 @@ PYTHON = Language(
     ")",
     ('"', "'"),
 )
-GEMMA = Language(
-    re.compile(rf"\s*call:\s*{_NAME}\s*\{{"),
-    re.compile(r"\s*(?:c|ca|cal|call|call:\s*[\w.-]*\s*)?\Z"),
-    re.compile(r"""\s*(?:<\|"\|>)?(?P<key>[^<>:{}\[\],"]+?)(?:<\|"\|>)?\s*:"""),
-    re.compile(r"""\s*(?:<\|"\|>|<\|"\||<\|"|<\||<)?[^<>:{}\[\],"]*(?:<\|"\|>|<\|"\||<\|"|<\||<)?\s*\Z"""),
-    "}",
-    ('<|"|>',),
-)
-LANGUAGES: Mapping[str, Language] = {"python": PYTHON, "gemma": GEMMA}
+
+
+@functools.cache
+def language_of(name: str, quote: str) -> Language:
+    """A language by the name that a row gives; `quote` is Gemma's mark on both sides of a text."""
+    if name == "python":
+        return PYTHON
+    mark, key = re.escape(quote), r"""[^<>:{}\[\],"]"""
+    begun = "|".join(re.escape(quote[:chars]) for chars in range(len(quote), 0, -1))
+    return Language(
+        re.compile(rf"\s*call:\s*{_NAME}\s*\{{"),
+        re.compile(r"\s*(?:c|ca|cal|call|call:\s*[\w.-]*\s*)?\Z"),
+        re.compile(rf"\s*(?:{mark})?(?P<key>{key}+?)(?:{mark})?\s*:"),
+        re.compile(rf"\s*(?:{begun})?{key}*(?:{begun})?\s*\Z"),
+        "}",
+        (quote,),
+    )
+
+
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -150,7 +161,7 @@ class ArgumentCallReader(CallReader):
     def __init__(self, syntax: ArgumentCalls, tools: ToolParameters, mark: str) -> None:
         """Start at a mark; `tools` are the functions that may be called."""
         self._syntax = syntax
-        self._language = LANGUAGES[syntax.language]
+        self._language = language_of(syntax.language, syntax.quote)
         self._tools = tools
         self._mark = mark
         self._text = ""
@@ -158,6 +169,7 @@ class ArgumentCallReader(CallReader):
         # "list" before the bracket, then "call", "key", "value", "next" behind a value, "behind" a call.
         self._state = "list" if syntax.layout == "list" else "call"
         self._name = ""
+        self._schemas: Mapping[str, Mapping[str, Any]] = {}  # of the function's parameters
         self._key = ""
         self._members = 0
         self._begin = 0  # of the value
@@ -241,6 +253,7 @@ class ArgumentCallReader(CallReader):
         if head["name"] not in self._tools:
             return self._fail(output)
         self._name, self._state, self._members, self._started = head["name"], "key", 0, False
+        self._schemas = member_schemas(self._tools[self._name])
         self._call_at, self._at = self._at, head.end()
         return True
 
@@ -283,7 +296,7 @@ class ArgumentCallReader(CallReader):
         end = self._value.find_end(self._text)
         if end is None:
             return False
-        value = self._language.value(self._text[self._begin : end].strip())
+        value = unquoted(self._language.value(self._text[self._begin : end].strip()), self._schemas.get(self._key))
         output.append(ArgumentsDelta(f"{self._member()}{value}"))
         self._members += 1
         self._at, self._state = end, "next"
@@ -352,7 +365,7 @@ def argument_forms(syntax: ArgumentCalls, answer: AnswerGrammar, tools: ToolPara
     end = written(answer, syntax.end)
     if syntax.language == "gemma":
         calls = [
-            f"{answer.text(f'call:{name}{{')} {gemma_form(answer, schema)} {answer.text('}')} {end}"
+            f"{answer.text(f'call:{name}{{')} {gemma_form(answer, schema, syntax.quote)} {answer.text('}')} {end}"
             for name, schema in tools.items()
         ]
         return CallForms(syntax.begins, calls)

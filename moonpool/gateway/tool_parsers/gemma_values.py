@@ -1,10 +1,15 @@
-"""Values in Gemma's notation: JSON whose texts and names stand between `<|"|>` or are bare."""
+"""Values in Gemma's notation: JSON whose texts stand between marks of their own, and whose names may be bare.
+
+The mark is `<|"|>` in Gemma 4, and `<escape>` in FunctionGemma.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.errors import InvalidRequest
@@ -12,10 +17,7 @@ from moonpool.base.grammar import AnswerGrammar, text_expressions
 from moonpool.gateway.tool_parsers.base import parse_json
 from moonpool.gateway.tool_parsers.schema_forms import ObjectForm, object_forms, referenced
 
-QUOTE = '<|"|>'
 _BARE = re.compile(r"[^,{}\[\]]*")
-_TEXT = re.compile(r'(.*?)<\|"\|>(?=\s*(?:[,:}\]]|\Z))', re.DOTALL)
-_KEY = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|([^<>:{}\[\],"]+?|"[^"]*"))\s*:', re.DOTALL)
 _MAX_DEPTH = 64
 _MAX_REFERENCES = 6
 """Depth up to which values follow `$ref`; deeper values may be any."""
@@ -25,62 +27,84 @@ class _NoValueError(ValueError):
     """A text that is no value."""
 
 
-def gemma_json(text: str) -> str:
-    """A value as JSON; what is no value comes back unchanged."""
+def gemma_json(text: str, quote: str) -> str:
+    """A value as JSON; what is no value comes back unchanged. `quote` stands on both sides of a text."""
     try:
-        value, end = _value(text, 0, 0)
+        value, end = _notation(quote).value(text, 0, 0)
     except _NoValueError:
         return text
     return text if text[end:].strip() else value
 
 
-def _value(text: str, at: int, depth: int) -> tuple[str, int]:
-    """A value as JSON, and the place behind it."""
-    at += len(text[at:]) - len(text[at:].lstrip())
-    if depth > _MAX_DEPTH:
-        raise _NoValueError
-    if text.startswith(QUOTE, at):
-        found = _TEXT.match(text, at + len(QUOTE))
-        if found is None:
-            raise _NoValueError
-        return json.dumps(found[1], ensure_ascii=False), found.end()
-    if text.startswith("{", at):
-        return _members(text, at + 1, depth)
-    if text.startswith("[", at):
-        return _items(text, at + 1, depth)
-    found = _BARE.match(text, at)
-    bare = found[0].strip() if found is not None else ""
-    if found is None or not bare:
-        raise _NoValueError
-    written = {"None": "null", "True": "true", "False": "false"}.get(bare, bare)
-    is_json = written == "null" or parse_json(written) is not None
-    return (written if is_json else json.dumps(bare, ensure_ascii=False)), found.end()
+@dataclass(frozen=True, slots=True)
+class _Notation:
+    """Reads values.
 
+    Attributes:
+        quote: mark on both sides of a text.
+        text: a text behind its first mark, with the second.
+        key: a name, with the colon.
+    """
 
-def _items(text: str, at: int, depth: int) -> tuple[str, int]:
-    items = list[str]()
-    while True:
+    quote: str
+    text: re.Pattern[str]
+    key: re.Pattern[str]
+
+    def value(self, text: str, at: int, depth: int) -> tuple[str, int]:
+        """A value as JSON, and the place behind it."""
         at = _skip(text, at)
-        if text.startswith("]", at):
-            return f"[{', '.join(items)}]", at + 1
-        value, at = _value(text, at, depth + 1)
-        items.append(value)
-        at = _behind(text, at, "]")
-
-
-def _members(text: str, at: int, depth: int) -> tuple[str, int]:
-    members = list[str]()
-    while True:
-        at = _skip(text, at)
-        if text.startswith("}", at):
-            return f"{{{', '.join(members)}}}", at + 1
-        key = _KEY.match(text, at)
-        if key is None:
+        if depth > _MAX_DEPTH:
             raise _NoValueError
-        name = key[1] if key[1] is not None else key[2].strip('"')
-        value, at = _value(text, key.end(), depth + 1)
-        members.append(f"{json.dumps(name, ensure_ascii=False)}: {value}")
-        at = _behind(text, at, "}")
+        if text.startswith(self.quote, at):
+            found = self.text.match(text, at + len(self.quote))
+            if found is None:
+                raise _NoValueError
+            return json.dumps(found[1], ensure_ascii=False), found.end()
+        if text.startswith("{", at):
+            return self._members(text, at + 1, depth)
+        if text.startswith("[", at):
+            return self._items(text, at + 1, depth)
+        found = _BARE.match(text, at)
+        bare = found[0].strip() if found is not None else ""
+        if found is None or not bare:
+            raise _NoValueError
+        written = {"None": "null", "True": "true", "False": "false"}.get(bare, bare)
+        is_json = written == "null" or parse_json(written) is not None
+        return (written if is_json else json.dumps(bare, ensure_ascii=False)), found.end()
+
+    def _items(self, text: str, at: int, depth: int) -> tuple[str, int]:
+        items = list[str]()
+        while True:
+            at = _skip(text, at)
+            if text.startswith("]", at):
+                return f"[{', '.join(items)}]", at + 1
+            value, at = self.value(text, at, depth + 1)
+            items.append(value)
+            at = _behind(text, at, "]")
+
+    def _members(self, text: str, at: int, depth: int) -> tuple[str, int]:
+        members = list[str]()
+        while True:
+            at = _skip(text, at)
+            if text.startswith("}", at):
+                return f"{{{', '.join(members)}}}", at + 1
+            key = self.key.match(text, at)
+            if key is None:
+                raise _NoValueError
+            name = key[1] if key[1] is not None else key[2].strip('"')
+            value, at = self.value(text, key.end(), depth + 1)
+            members.append(f"{json.dumps(name, ensure_ascii=False)}: {value}")
+            at = _behind(text, at, "}")
+
+
+@functools.cache
+def _notation(quote: str) -> _Notation:
+    mark = re.escape(quote)
+    return _Notation(
+        quote,
+        re.compile(rf"(.*?){mark}(?=\s*(?:[,:}}\]]|\Z))", re.DOTALL),
+        re.compile(rf'\s*(?:{mark}(.*?){mark}|([^<>:{{}}\[\],"]+?|"[^"]*"))\s*:', re.DOTALL),
+    )
 
 
 def _skip(text: str, at: int) -> int:
@@ -97,20 +121,21 @@ def _behind(text: str, at: int, close: str) -> int:
     raise _NoValueError
 
 
-def gemma_form(answer: AnswerGrammar, parameters: Mapping[str, Any]) -> str:
-    """The form of a call's arguments, in the order of the schema.
+def gemma_form(answer: AnswerGrammar, parameters: Mapping[str, Any], quote: str) -> str:
+    """The form of a call's arguments, in the order of the schema. `quote` stands on both sides of a text.
 
     Raises:
         InvalidRequest: a schema has words that this form cannot follow; names `tools`.
     """
-    return _GemmaForms(answer).members(parameters)
+    return _GemmaForms(answer, quote).members(parameters)
 
 
 class _GemmaForms:
     """Writes the forms of values."""
 
-    def __init__(self, answer: AnswerGrammar) -> None:
+    def __init__(self, answer: AnswerGrammar, quote: str) -> None:
         self._answer = answer
+        self._quote = quote
         self._any = ""
 
     def members(self, schema: Mapping[str, Any], depth: int = 0) -> str:
@@ -131,7 +156,7 @@ class _GemmaForms:
         return f"({' | '.join(starts)}){'?' if may_be_empty else ''}" if starts else '""'
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        return f"{self._answer.mark(QUOTE)} {self._answer.text_until(QUOTE, text_expressions(schema))}"
+        return f"{self._answer.mark(self._quote)} {self._answer.text_until(self._quote, text_expressions(schema))}"
 
     def _value(self, schema: Any, depth: int) -> str:
         """The form of a value."""
@@ -179,7 +204,7 @@ class _GemmaForms:
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, str):
-            return f"{self._answer.mark(QUOTE)} {self._answer.text(value)} {self._answer.mark(QUOTE)}"
+            return f"{self._answer.mark(self._quote)} {self._answer.text(value)} {self._answer.mark(self._quote)}"
         return self._answer.text(json.dumps(value))
 
     def _anything(self) -> str:

@@ -36,6 +36,8 @@ _CALL_HEAD = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*'
 )
 """Start of a call whose arguments can be sent before the call ends."""
+_GAP = r"/[ \n]{0,12}/"
+"""White space between the parts of a list or of a call."""
 _FIELDS = {"{name}": r"(?P<name>[\w.-]+?)", "{number}": r"(?P<number>\d{1,6})", "{id}": r"[\w-]+"}
 _FIELD = re.compile(r"(\{name\}|\{number\}|\{id\}|\s+)")
 
@@ -72,6 +74,7 @@ class ToolCallJson:
         *,
         only_heads: bool = False,
         takes_list: bool = True,
+        name: str = "",
     ) -> None:
         """Start before the first character.
 
@@ -81,8 +84,10 @@ class ToolCallJson:
             heads: what may stand before the arguments of a call, with the function's name.
             only_heads: the JSON is always a call's arguments.
             takes_list: the JSON may be a list of calls.
+            name: the function whose arguments the JSON is, if the marker says so.
         """
         self._names = names
+        self._marked_name = name
         self._marker_chars = marker_chars
         self._heads = heads
         self._only_heads = only_heads
@@ -154,7 +159,10 @@ class ToolCallJson:
 
     def _find_start(self, rest: str) -> bool:
         stripped = rest.lstrip()
-        if not self._only_heads and stripped.startswith(("{", "[") if self._takes_list else "{"):
+        if self._marked_name:
+            if stripped.startswith("{"):
+                self._name, self._start = self._marked_name, self._marker_chars + len(rest) - len(stripped)
+        elif not self._only_heads and stripped.startswith(("{", "[") if self._takes_list else "{"):
             self._start = self._marker_chars + len(rest) - len(stripped)
             self._outer_depth = int(stripped.startswith("["))
         else:
@@ -168,7 +176,9 @@ class ToolCallJson:
 
     def _may_start(self, rest: str) -> bool:
         stripped = rest.lstrip()
-        return not stripped or (bool(self._heads) and len(stripped) < MAX_NAME_CHARS and "{" not in stripped)
+        return not stripped or (
+            bool(self._heads) and not self._marked_name and len(stripped) < MAX_NAME_CHARS and "{" not in stripped
+        )
 
     def _scan(self, text: str) -> int | None:
         """Scan the new characters. Both kinds of brackets count alike; `calls` refuses JSON that mixes them."""
@@ -244,8 +254,11 @@ class JsonCallReader(CallReader):
 def json_openings(syntax: JsonCalls, tools: ToolParameters, hidden: tuple[str, ...] = ()) -> Openings:
     """What begins a call in this form."""
     heads = [head_expression(head) for head, _ in syntax.heads]
+    named = _named_marks(syntax, tools)
 
     def reader(mark: str) -> CallReader:
+        if mark in named:
+            return JsonCallReader(ToolCallJson(tools.keys(), len(mark), name=named[mark]), is_marked=False)
         chars = 0 if mark == "{" else len(mark)
         takes_list = mark != "{"
         return JsonCallReader(
@@ -256,10 +269,17 @@ def json_openings(syntax: JsonCalls, tools: ToolParameters, hidden: tuple[str, .
     return Openings(
         reader,
         marks=syntax.begins,
-        first_marks=(*syntax.at_start, *(("{",) if syntax.unmarked else ())),
+        first_marks=(*syntax.at_start, *named, *(("{",) if syntax.unmarked and not syntax.only_heads else ())),
         hidden=(*hidden, *filter(None, syntax.around)),
         closers=tuple(filter(None, (syntax.end, *syntax.closers))),
     )
+
+
+def _named_marks(syntax: JsonCalls, tools: ToolParameters) -> dict[str, str]:
+    """Functions by what an answer that is their call begins with."""
+    if not (syntax.unmarked and syntax.only_heads):
+        return {}
+    return {syntax.heads[0][0].replace("{name}", name): name for name in tools}
 
 
 class ForcedToolParser(ToolParser):
@@ -319,13 +339,18 @@ def json_forms(syntax: JsonCalls, answer: AnswerGrammar, tools: ToolParameters, 
     call = answer.form(objects) if objects else ""
     groups, alone = [], named
     if objects and syntax.listed:
-        gap = answer.form([r"/[ \n]{0,8}/"])
+        gap = answer.form([_GAP])
         rest = f' ("," {gap} {call}){more}' if more else ""
-        groups = [f'" "? "[" {gap} {call}{rest} {gap} "]" {end}'.rstrip()]
+        before = gap if syntax.spread else '" "?'
+        groups = [f'{before} "[" {gap} {call}{rest} {gap} "]" {end}'.rstrip()]
     elif objects:
-        alone = [*named, f"{space}{call} {space}{end}".rstrip()]
-    opening = ""
-    if syntax.unmarked:
+        alone = [*named, f"{space}{call} {f'{space}{end}' if end else ''}".rstrip()]
+    opening, begun = "", rf'{SPACE}\{{{SPACE}"{syntax.name_key}"'
+    if marks := _named_marks(syntax, tools):
+        names = "|".join(re.escape(mark).replace("\n", "n") for mark in marks)  # a break is a backslash before an n
+        begun = rf"{SPACE}({names}){SPACE}\{{"
+        opening = answer.form([f"{answer.token(SPACE, mark)} {arguments[name]}" for mark, name in marks.items()])
+    elif syntax.unmarked:
         # A terminal with the call's beginning tells a call from other text.
         first = [
             f"{answer.token(SPACE, _object_head(syntax, name))} {answer.json(schema)} {answer.text('}')}"
@@ -333,7 +358,6 @@ def json_forms(syntax: JsonCalls, answer: AnswerGrammar, tools: ToolParameters, 
         ]
         rest = f' (";" " "? {call}){more}' if more else ""
         opening = answer.form([f"{answer.form(first)}{rest}"])
-    begun = rf'{SPACE}\{{{SPACE}"{syntax.name_key}"'
     between = answer.text(syntax.between) if syntax.between else ""
     return CallForms(syntax.begins, alone, groups, between, syntax.around, opening, begun)
 
@@ -344,7 +368,11 @@ def _object_head(syntax: JsonCalls, name: str) -> str:
 
 def _object(syntax: JsonCalls, answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -> str:
     """The form of a call that is an object."""
-    return f"{_head(answer, _object_head(syntax, name), name)} {answer.json(parameters)} {answer.text('}')}"
+    head = _head(answer, _object_head(syntax, name), name)
+    if syntax.spread:
+        members = f'"{syntax.name_key}": {json.dumps(name)},', f'"{syntax.arguments_key}": '
+        head = f'"{{" {_GAP} {answer.text(members[0])} {_GAP} {answer.text(members[1])}'
+    return f"{head} {answer.json(parameters)} {_GAP if syntax.spread else ''} {answer.text('}')}"
 
 
 def _head(answer: AnswerGrammar, head: str, name: str) -> str:

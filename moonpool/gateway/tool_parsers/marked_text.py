@@ -24,6 +24,7 @@ class Openings:
         first_marks: texts that begin a call at the start of the answer only.
         hidden: texts that are not shown.
         closers: texts that are not shown behind a call.
+        opens_line: white space at the start of the answer is not shown.
     """
 
     reader: Callable[[str], CallReader]
@@ -32,10 +33,11 @@ class Openings:
     first_marks: Sequence[str] = ()
     hidden: Sequence[str] = ()
     closers: Sequence[str] = ()
+    opens_line: bool = False
 
     def without_calls(self) -> Openings:
         """For answers that may not call."""
-        return Openings(self.reader, hidden=self.hidden)
+        return Openings(self.reader, hidden=self.hidden, opens_line=self.opens_line)
 
 
 class MarkedTextParser(ToolParser):
@@ -51,8 +53,8 @@ class MarkedTextParser(ToolParser):
         self._call: CallReader | None = None
         self._space = ""  # white space behind the last text, not shown yet
         self._said = False  # some text has been shown
-        self._called = False  # a call has come since the last text
-        self._parted = False  # white space stands before that call, or nothing does
+        self._called = openings.opens_line  # a call, or what is not shown, has come since the last text
+        self._parted = openings.opens_line  # white space stands before that call, or nothing does
         self._fenced = False  # within a block of code
         self._ticks = ""  # ticks at the end of the text
 

@@ -155,6 +155,19 @@ def json_value(text: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def unquoted(value: str, schema: Any) -> str:
+    """A JSON value, of which models write some as texts: `"2"` is 2 where the schema has numbers and no texts."""
+    kinds = _kinds(schema, _root(schema), 0)
+    if not value.startswith('"') or not kinds or "string" in kinds:
+        return value
+    text = parse_json(value)
+    if not isinstance(text, str):
+        return value
+    written = _PYTHON_NAMES.get(text.strip(), text.strip())
+    found = parse_json(written)
+    return written if (found is not None or written == "null") and _kind(found) & kinds else value
+
+
 def _root(schema: Any) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 

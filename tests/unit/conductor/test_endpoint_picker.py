@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moonpool.base.errors import ConfigError
+from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.keys import block_keys, chain_root
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.tls import NAME
@@ -20,6 +21,7 @@ from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.conductor import endpoint_picker
 from moonpool.conductor.config import ConductorConfig
+from moonpool.conductor.picker_body import read_body
 from moonpool.conductor.service import conductor
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.ext_proc_pb2 import (
@@ -193,6 +195,130 @@ async def test_refusals_have_our_reasons(monkeypatch: Any) -> None:
         busy.agent.notify()
         await running.until(lambda: not running.cluster.registry.ready)
         assert (await refused(stub, b"{}"))[0] == 503
+        await running.rest()
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("messages[0].tool_calls", {"messages": [{"role": "user", "tool_calls": 1}]}),
+    ("messages[0].tool_calls[0]", {"messages": [{"role": "user", "tool_calls": ["f"]}]}),
+    ("messages[0].tool_calls[0].function", {"messages": [{"role": "user", "tool_calls": [{"function": 1}]}]}),
+    ("messages[0].tool_calls[0].id", {"messages": [{"role": "user", "tool_calls": [{"id": {}}]}]}),
+    ("messages[0].role", {"messages": [{"content": "x"}]}),
+    ("messages[0].role", {"messages": [{"role": 1, "content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 1}]}),
+    ("messages[0].content[0]", {"messages": [{"role": "user", "content": ["x"]}]}),
+    ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"text": 1}]}]}),
+    ("messages[0].tool_call_id", {"messages": [{"role": "user", "content": "x", "tool_call_id": 1}]}),
+    ("messages", {"messages": None}),
+    ("messages", {"messages": []}),
+    ("tools", {"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}),
+    ("chat_template_kwargs", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": [1]}),
+    ("cache_salt", {"prompt": "x", "cache_salt": 1}),
+    ("prompt", {"prompt": [1, "a"]}),
+    ("prompt", {"prompt": [1, None]}),
+    ("prompt", {"prompt": [[1, "a"]]}),
+    ("prompt", {"prompt": [1, 1 << 31]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [True]}),
+    ("prompt", {"prompt": {"a": 1}}),
+    ("prompt", {"prompt": 1.5}),
+    ("input", {"input": [[None]]}),
+    ("body", "\ud800"),
+    ("body", 1),
+]
+
+
+@pytest.mark.parametrize("wrong", range(len(WRONG)), ids=lambda index: f"{index} {WRONG[index][0]}")
+def test_wrong_shapes_name_the_field(wrong: int) -> None:
+    field, body = WRONG[wrong]
+    with pytest.raises(InvalidRequest) as refused:
+        require_prompt(read_body(json.dumps(body).encode(), {}))
+    assert refused.value.field == field
+
+
+def require_prompt(message: conductor_pb2.GenerateRequest) -> None:
+    """As the conductor does: a chat without turns has no prompt."""
+    if message.HasField("chat") and not message.chat.messages:
+        raise InvalidRequest("messages", "no turns")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b"\xff",
+        b"{}" * 2,
+    ],
+)
+def test_bytes_that_are_no_request_are_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_body(raw, {})
+
+
+@pytest.mark.parametrize("header", ["nan", "inf", "-inf", "", "1,5", "9" * 400])
+def test_limits_are_finite_milliseconds(header: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be milliseconds"):
+        read_body(b"", {"x-slo-tpot-ms": header})
+
+
+def test_drawn_bodies_are_requests_or_refused_by_name() -> None:
+    """Whatever JSON stands where: a message that can be sent, or an error of the client."""
+    draws = random.Random(1)
+    names = [
+        "messages",
+        "prompt",
+        "role",
+        "content",
+        "text",
+        "tool_calls",
+        "function",
+        "name",
+        "tools",
+        "cache_salt",
+        "id",
+    ]
+
+    def value(depth: int) -> Any:
+        kind = draws.randrange(8 if depth else 6)
+        plain: list[Any] = [None, True, draws.choice([0, -1, 7, 1 << 40]), 1.5, draws.choice(["", "user", "x"]), {}]
+        if kind < 6:
+            return plain[kind]
+        if kind == 6:
+            return [value(depth - 1) for _ in range(draws.randrange(3))]
+        return {draws.choice(names): value(depth - 1) for _ in range(draws.randrange(4))}
+
+    refused = 0
+    for _ in range(3000):
+        body = {draws.choice(names): value(5) for _ in range(3)} | {"max_tokens": value(1)}
+        try:
+            read_body(json.dumps(body).encode(), {}).SerializeToString()
+        except InvalidRequest:
+            refused += 1
+    assert 300 < refused < 2700
+
+
+async def test_a_costly_body_is_refused_before_it_is_parsed_and_bodies_together_have_a_bound(monkeypatch: Any) -> None:
+    async with proxied(prefill()) as (running, stub):
+        tools = b"[" + b"{}," * 400_000 + b"{}]"
+        status, error, _ = await refused(stub, b'{"messages": [], "tools": ' + tools + b"}")
+        assert (status, "objects" in error["message"]) == (400, True)
+        monkeypatch.setattr(endpoint_picker, "MAX_BODIES_BYTES", 100)
+        first = Proxy(stub.Process())
+        await first.headers(BUFFERED)
+        await first.read()
+        await first.send(request_body=HttpBody(body=b" " * 90))
+        assert (await first.read()).HasField("request_body")
+        assert (await refused(stub, b" " * 20))[0] == 503
+        first.call.cancel()
+        async with asyncio.timeout(WAIT_S):
+            while (status := (await refused(stub, b" " * 90 + b"["))[0]) == 503:
+                pass  # until the conductor has seen that the first proxy left
+        assert status == 400
         await running.rest()
 
 

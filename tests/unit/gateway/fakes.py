@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from moonpool.base import world
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.rpc.api_keys import ApiKeys
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
@@ -48,16 +49,15 @@ def ready(fake: FakeConductor) -> FakeConductor:
     return fake
 
 
-def make_gateway(
-    client: AsyncClient, config: GatewayConfig, threads: ThreadPoolExecutor, tokenizer: Tokenizer
-) -> Starlette:
+def make_gateway(client: AsyncClient, config: GatewayConfig, threads: Executor, tokenizer: Tokenizer) -> Starlette:
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
-    texts = GatewayTokenizer(MODEL, tokenizer, threads, ParserNames(config.tool_call_parser, config.reasoning_parser))
+    turns = TenantTurns(threads)
+    texts = GatewayTokenizer(MODEL, tokenizer, turns, ParserNames(config.tool_call_parser, config.reasoning_parser))
     limits = StoreLimits(config.response_store_bytes, config.response_ttl_s, config.max_body_bytes)
     responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
-    bodies = body_reader(config, threads)
-    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, threads, keys)
+    bodies = body_reader(config, turns)
+    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, turns, keys)
     app = make_app(dataclasses.replace(context, started_at=7), allowed_hosts(config), config.allowed_origins)
     app.state.next_turns = context.next_turns
     return app

@@ -81,18 +81,18 @@ def tagged(calls: Sequence[Call], begin: str, end: str, pad: str) -> str:
     )
 
 
-def gemma_value(value: Any) -> str:
+def gemma_value(value: Any, quote: str) -> str:
     if isinstance(value, str):
-        return f'<|"|>{value}<|"|>'
+        return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{gemma_value(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{gemma_value(item, quote)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(gemma_value, value))}]"
+        return f"[{','.join(gemma_value(item, quote) for item in value)}]"
     return as_json(value)
 
 
-def gemma4(calls: Sequence[Call]) -> str:
-    return "".join(f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>" for name, arguments in calls)
+def gemma(calls: Sequence[Call], begin: str, end: str, quote: str) -> str:
+    return "".join(f"{begin}call:{name}{gemma_value(arguments, quote)}{end}" for name, arguments in calls)
 
 
 def listed(calls: Sequence[Call], begin: str, end: str) -> str:
@@ -105,6 +105,36 @@ def cohere(calls: Sequence[Call]) -> str:
         for at, (name, arguments) in enumerate(calls)
     )
     return f"<|START_ACTION|>[\n{inner}\n]<|END_ACTION|>"
+
+
+def command_r(calls: Sequence[Call]) -> str:
+    inner = ",\n".join(
+        f'    {{\n        "tool_name": "{name}",\n        "parameters": {as_json(arguments)}\n    }}'
+        for name, arguments in calls
+    )
+    return f"Action: ```json\n[\n{inner}\n]```"
+
+
+def solar_open(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f"<|tool_call:begin|>abcdefghi<|tool_call:name|>{name}<|tool_call:args|>{as_json(arguments)}<|tool_call:end|>"
+        for name, arguments in calls
+    )
+    return f"<|tool_calls|>{inner}"
+
+
+def functionary_v3(calls: Sequence[Call]) -> str:
+    return "".join(f"<function={name}>{as_json(arguments)}</function>" for name, arguments in calls)
+
+
+def glm4(calls: Sequence[Call]) -> str:
+    ((name, arguments),) = calls
+    return f"{name}\n{as_json(arguments)}"
+
+
+def gigachat3(calls: Sequence[Call]) -> str:
+    ((name, arguments),) = calls
+    return f"function call<|role_sep|>\n{as_json({'name': name, 'arguments': arguments})}"
 
 
 def python_calls(calls: Sequence[Call]) -> list[str]:
@@ -176,11 +206,15 @@ _PYTHON = (
     "{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}SEP{% endif %}{% endfor %}"
 )
 _GEMMA = (
-    "{% macro value(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{ {%- for k, i in v.items() %}"
+    "{% macro value(v) %}{% if v is string %}QUOTE{{ v }}QUOTE{% elif v is mapping %}{ {%- for k, i in v.items() %}"
     "{{ k }}:{{ value(i) }}{% if not loop.last %},{% endif %}{% endfor %}}{% elif v is iterable %}[{% for i in v %}"
     "{{ value(i) }}{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
-    + EACH + "<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>{% endfor %}"
+    + EACH + "BEGINcall:{{ f.name }}{{ value(f.arguments) }}END{% endfor %}"
 )  # fmt: skip
+
+
+def gemma_history(begin: str, end: str, quote: str) -> str:
+    return _GEMMA.replace("BEGIN", begin).replace("END", end).replace("QUOTE", quote)
 
 
 def tags(begin: str, end: str, pad: str) -> str:
@@ -247,7 +281,78 @@ SPOKEN: dict[str, Spoken] = {
         tags("<seed:tool_call>", "</seed:tool_call>", ""),
         ("<seed:think>", "</seed:think>"),
     ),
-    "gemma4": Spoken(gemma4, "", _GEMMA, ("<|channel>thought\n", "<channel|>")),
+    "gemma4": Spoken(
+        lambda calls: gemma(calls, "<|tool_call>", "<tool_call|>", '<|"|>'),
+        "",
+        gemma_history("<|tool_call>", "<tool_call|>", '<|"|>'),
+        ("<|channel>thought\n", "<channel|>"),
+    ),
+    "functiongemma": Spoken(
+        lambda calls: gemma(calls, "<start_function_call>", "<end_function_call>", "<escape>"),
+        "",
+        gemma_history("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    "dots": Spoken(
+        lambda calls: invoked(calls, "<dots_function_call>", "", "</dots_function_call>", lambda value: ""),
+        "",
+        invocations("<dots_function_call>", "", "</dots_function_call>"),
+        THINK,
+    ),
+    "command_r": Spoken(
+        command_r,
+        "<|START_OF_TURN_TOKEN|>",
+        "\nAction:\n```json\n[\n"
+        + EACH
+        + '{"tool_name": {{ f.name | tojson }}, "parameters": {{ f.arguments | tojson }}}'
+        + _MORE
+        + "\n]```\n",
+    ),
+    "minicpm3": Spoken(
+        lambda calls: "<|tool_call_start|>\n```python\n" + "\n".join(python_calls(calls)) + "\n```\n<|tool_call_end|>",
+        "",
+        "<|tool_call_start|>\n```python\n" + _PYTHON.replace("SEP", "\n") + "\n```\n<|tool_call_end|>",
+        ("<|thought_start|>", "<|thought_end|>"),
+    ),
+    "gigachat3": Spoken(
+        gigachat3,
+        "<|role_sep|><|message_sep|>",
+        EACH + 'function call<|role_sep|>\n{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}'
+        "{% endfor %}",
+        several=False,
+    ),
+    "solar_open": Spoken(
+        solar_open,
+        "<|begin|>",
+        "<|tool_calls|>" + EACH + "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>"
+        "{{ f.arguments | tojson }}<|tool_call:end|>{% endfor %}",
+        ("<|think|>", "<|end|><|begin|>assistant"),
+        ("<|content|>", "<|end|>"),
+    ),
+    "hyperclovax": Spoken(
+        lambda calls: listed(calls, " -> tool/function_call\n", ""),
+        "<|im_start|>assistant/think",
+        " -> tool/function_call\n[" + EACH + _JSON_ITEM + "]",
+        ("/think\n", "<|im_end|>\n<|im_start|>assistant"),
+        ("\n", "<|im_end|>\n<|im_start|>assistant"),
+    ),
+    "nemotron_json": Spoken(
+        lambda calls: listed(calls, "<TOOLCALL>", "</TOOLCALL>"),
+        "",
+        "<TOOLCALL>[" + EACH + _JSON_ITEM + "]</TOOLCALL>",
+        THINK,
+    ),
+    "functionary_v3": Spoken(
+        functionary_v3,
+        '<function=example_function_name>{"example_name": "example_value"}</function>',
+        EACH + "<function={{ f.name }}>{{ f.arguments | tojson }}</function>{% endfor %}",
+    ),
+    "glm4": Spoken(
+        glm4,
+        "[gMASK]<sop>在调用上述函数时 Json",
+        EACH + "{{ f.name }}\n{{ f.arguments | tojson }}{% endfor %}",
+        several=False,
+        is_whole=True,
+    ),
     "granite": Spoken(
         lambda calls: listed(calls, "<|tool_call|>", ""),
         "<|start_of_role|>respond with <|tool_call|> followed by a JSON list of tools used.",

@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 import tokenizers
 
-from moonpool.base.answer_formats import FORMAT_ROWS, FORMATS, REASONING_FORMATS, found_format
+from moonpool.base.answer_formats import (
+    FORMAT_ROWS,
+    FORMATS,
+    REASONING_FORMATS,
+    ArgumentCalls,
+    found_format,
+    written_calls,
+)
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.families import FAMILIES
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.service import tell_formats
@@ -185,6 +193,15 @@ def test_a_call_comes_back_in_the_history(name: str) -> None:
         assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>" in again
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "openai"])
+def test_calls_that_are_written_for_a_template_are_read_again(name: str) -> None:
+    """Where a template leaves past calls out."""
+    draw = random.Random(50)
+    for _ in range(30):
+        calls = [drawn_call(name, draw) for _ in range(1 + SPOKEN[name].several)]
+        assert read_calls(parsed(name, written_calls(FORMATS[name], calls))) == calls
+
+
 def rendered(name: str, ids: Sequence[str]) -> str:
     """A prompt with past calls of these ids, each with a result."""
     template = SPOKEN[name].template.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}")
@@ -238,6 +255,9 @@ MARKED = (
         "\\",
         "[TOOL_CALLS]",
         '<|"|>',
+        "<escape>",
+        "<end_function_call>",
+        "<|tool_call:end|>",
         "<tool_call|>",
         "</function_calls>",
     ),
@@ -271,7 +291,7 @@ def text_value(name: str, draw: random.Random) -> str:
     return f"see {whole_call(name)} there" if quoted else f"x{text if can_be_told(name, text) else spoken[:0]}"
 
 
-UNESCAPED_QUOTES = ("gemma4",)
+UNESCAPED_QUOTES = ("gemma4", "functiongemma")
 """Families whose texts have one kind of quotes without an escape."""
 
 
@@ -279,7 +299,7 @@ def can_be_told(name: str, text: str) -> bool:
     """Whether a value of a family's form is told from what follows: unbalanced functions are not."""
     if name in ("qwen3_coder", "seed_oss"):
         return "<function=" not in text
-    if name in ("minimax_m2", "deepseek_v32"):
+    if name in ("minimax_m2", "deepseek_v32", "dots"):
         return "<invoke" not in text
     if name == "glm45":
         return "<tool_call>" not in text
@@ -426,6 +446,32 @@ def test_tags_as_models_write_them(text: str, expected: list[Any]) -> None:
     assert parsed("qwen3_coder", text) == parsed("qwen3_coder", text, list(text)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("functiongemma", "call:weather{days:<escape>2<escape>,exact:<escape>True<escape>,city:<escape>3<escape>}"),
+        ("gemma4", 'call:weather{days:<|"|> 2 <|"|>,exact:<|"|>true<|"|>,city:<|"|>3<|"|>}'),
+        ("pythonic", '[weather(days="2", exact="true", city="3")]'),
+        ("lfm2", """[weather(days='2', exact='True', city="3")]"""),
+    ],
+)
+def test_quoted_numbers_are_numbers_where_the_schema_has_no_texts(name: str, text: str) -> None:
+    syntax = FORMATS[name].calls
+    assert isinstance(syntax, ArgumentCalls)
+    written = text if name == "pythonic" else f"{syntax.begins[0]}{text}{syntax.end}"
+    expected = [("weather", {"days": 2, "exact": True, "city": "3"})]
+    assert read_calls(parsed(name, written)) == read_calls(parsed(name, written, list(written))) == expected
+    other = written.replace("days", "unknown").replace("exact", "tags")
+    assert read_calls(parsed(name, other))[0][1]["unknown"].strip() == "2"
+
+
+def test_an_answer_of_glm_4_begins_with_a_function_that_is_offered() -> None:
+    """And with an object behind the name; anything else is text."""
+    assert parsed("glm4", 'weather\n{"city": "x"}') == [("weather", '{"city": "x"}')]
+    for text in ("weather\nis {fine}", 'unknown\n{"city": "x"}', 'So: weather\n{"city": "x"}', "weather", "weather\n"):
+        assert "".join(parsed("glm4", text)) == "".join(parsed("glm4", text, list(text))) == text
+
+
 def test_gpt_oss_has_channels() -> None:
     """Also without functions; several thoughts and a preamble; a call on the channel of thoughts."""
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four."
@@ -520,7 +566,7 @@ def test_the_start_says_how_answers_are_read(caplog: pytest.LogCaptureFixture) -
     for template, told in ((SPOKEN["glm45"].template, "glm45"), ("{{ tools }}{{ messages }}", "no known format")):
         made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
         with ThreadPoolExecutor(1) as threads:
-            tell_formats(GatewayTokenizer("tiny", made, threads, ParserNames(), "Glm4MoeForCausalLM"))
+            tell_formats(GatewayTokenizer("tiny", made, TenantTurns(threads), ParserNames(), "Glm4MoeForCausalLM"))
         assert told in caplog.text
 
 

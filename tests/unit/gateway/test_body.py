@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.json_parts import UNCHECKED_BYTES, JsonPartCounts, check_json_parts, count_json_parts
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import AsyncClient
 from moonpool.client.testing import answer
 from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
@@ -24,15 +26,7 @@ from moonpool.gateway.endpoints.openai_completions import CompletionBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody
 from moonpool.gateway.responses.body import ResponsesBody
 from moonpool.gateway.serving.body import Body, validate_body
-from moonpool.gateway.serving.body_limits import (
-    MAX_PACED,
-    UNCHECKED_BYTES,
-    BodyMemory,
-    BodyPace,
-    JsonPartCounts,
-    check_json_parts,
-    count_json_parts,
-)
+from moonpool.gateway.serving.body_limits import MAX_PACED, BodyMemory, BodyPace
 from moonpool.gateway.serving.body_reader import CLEANUP, BodyReader
 from tests.examples import examples
 from tests.unit.gateway.test_client_disconnect import Holding
@@ -134,7 +128,7 @@ async def test_no_more_of_a_large_body_is_read_before_its_time(*, large: bool) -
         scope = {"type": "http", "headers": [(b"content-type", b"application/json")], CLEANUP: cleanup}
         pace = BodyPace(1e6, ahead_bytes=0)
         pace.wait_s("ann", 1 << 16, loop.time())
-        reader = BodyReader(1 << 17, 30.0, BodyMemory(1 << 20), threads, pace)
+        reader = BodyReader(1 << 17, 30.0, BodyMemory(1 << 20), TenantTurns(threads), pace)
         body = await reader.read(Request(scope, receive), DetokenizeBody, "ann")
     assert body.tokens == [1, 2]
     assert (read_at[1] - read_at[0] >= 0.06) == large

@@ -1,9 +1,6 @@
 """The page's files, and what it may see: of the cluster, and of requests that are one's own or not."""
 
-import asyncio
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -14,14 +11,12 @@ import pytest
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor
 from moonpool.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS
-from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 from .fakes import CHAT, TURNS, Answers, answering
 
 FOLDER = Path(str(resources.files("moonpool.gateway"))) / "static"
-WAIT_S = 30.0
 FILES = sorted(FOLDER.iterdir())
 
 
@@ -161,30 +156,6 @@ async def test_costly_paragraph_stays_text(gateway: Answers) -> None:
     less = "*a* " * 700
     paragraphs = (await html_of(gateway, f"{less}\n\n" * 8)).splitlines()
     assert ["<em>" in paragraph for paragraph in paragraphs] == [True] + [False] * 7
-
-
-async def test_tenants_take_turns_and_a_client_that_leaves_leaves_nothing() -> None:
-    """A tenant with many texts waits for its own, and what waits when its client leaves is not rendered."""
-    rendered: list[str] = []
-    go = threading.Event()
-
-    def render(text: str) -> str:
-        assert go.wait(WAIT_S)
-        rendered.append(text)
-        return text
-
-    with ThreadPoolExecutor(1) as thread:
-        renderer = MarkdownRenderer(thread, render)
-        many = [asyncio.create_task(renderer.html("eve", f"eve {number}")) for number in range(20)]
-        await asyncio.sleep(0)
-        calm = asyncio.create_task(renderer.html("ann", "ann"))
-        await asyncio.sleep(0)
-        for task in many[2:]:
-            task.cancel()
-        go.set()
-        assert await calm == "ann"
-        await asyncio.gather(*many, return_exceptions=True)
-    assert rendered == ["eve 0", "ann", "eve 1"]
 
 
 @pytest.mark.parametrize("body", [{}, {"text": 1}, {"text": "x" * (MAX_MARKDOWN_CHARS + 1)}])

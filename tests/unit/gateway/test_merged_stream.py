@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moonpool.base.errors import Overloaded
+from moonpool.base.runtime.tenant_turns import TenantPlaces
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.gateway.serving.merged_stream import MergedStream
@@ -70,7 +71,7 @@ async def test_leaving_cancels_all() -> None:
     """Those that run and wait."""
     holding = [Holding(answer()[:2]) for _ in range(2)]
     streams = [AsyncClient(transport=transport).stream(prompt="x") for transport in holding]
-    async with MergedStream(streams, 1) as several:
+    async with MergedStream(streams, 1, TenantPlaces(2), "ann") as several:
         async for _ in several:
             break
         await asyncio.gather(*(transport.call.held.wait() for transport in holding))

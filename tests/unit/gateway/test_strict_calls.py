@@ -50,7 +50,7 @@ SEP, CALL, CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜
 PARIS: Call = ("weather", {"city": "Paris", "days": 2})
 NOW: Call = ("now", {})
 ROWS = [row.name for row in FORMAT_ROWS]
-PYTHONIC = ("pythonic", "lfm2", "olmo3")
+PYTHONIC = ("pythonic", "lfm2", "olmo3", "minicpm3")
 
 
 def coder(name: str, **arguments: str) -> str:
@@ -68,6 +68,8 @@ def strictly(name: str, calls: Sequence[Call]) -> str:
     ]
     if name == "olmo3":
         return "<function_calls>\n" + "\n".join(texts) + "\n</function_calls>"
+    if name == "minicpm3":
+        return "<|tool_call_start|>\n```python\n" + "\n".join(texts) + "\n```\n<|tool_call_end|>"
     begin, end = ("<|tool_call_start|>", "<|tool_call_end|>") if name == "lfm2" else ("", "")
     return f"{begin}[{', '.join(texts)}]{end}"
 
@@ -130,6 +132,7 @@ BEGUN = {
     "kimi_k2": ["<|tool_call_begin|>"],
     "pythonic": ["[weather("],
     "openai": ["<|channel|>commentary to=functions."],
+    "glm4": ["weather\n{"],
 }
 """Beginnings of calls."""
 BYTES = LLTokenizer("byte")

@@ -14,11 +14,11 @@ from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.base.rpc import messages
 from moonpool.base.rpc.messages import MAX_FIELDS, MAX_NUMBERS, MAX_TEXT_BYTES, MESSAGE_BYTES, UNCHECKED_BYTES
 from moonpool.base.rpc.peer_calls import CallLimits, PeerCalls
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
+from moonpool.v1 import conductor_pb2, decode_pb2, ext_proc_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.examples import each
 from tests.unit.base.rpc.hostile import ATTACKS, OF_A_TYPE, OF_NO_TYPE, field
 
-FILES = (conductor_pb2, decode_pb2, kvstore_pb2, prefill_pb2)
+FILES = (conductor_pb2, decode_pb2, ext_proc_pb2, kvstore_pb2, prefill_pb2)
 METHODS = [m for file in FILES for service in file.DESCRIPTOR.services_by_name.values() for m in service.methods]
 TYPES: dict[str, Descriptor] = {t.full_name: t for m in METHODS for t in (m.input_type, m.output_type)}
 GENERATE, RECEIVE = "moonpool.v1.GenerateRequest", "moonpool.v1.ReceiveKVRequest"
@@ -152,3 +152,22 @@ def test_a_peer_has_so_many_calls_and_streams_and_no_more() -> None:
     assert calls.open == 0
     with calls.call("ipv4:10.0.0.1:5", stream=True):
         assert calls.open == 1
+
+
+def nested(levels: int, text: str = "") -> bytes:
+    """A message of Envoy's with a struct within a struct and so on."""
+    message = ext_proc_pb2.ProcessingRequest()
+    inner = message.metadata_context.filter_metadata["x"].fields["x"]
+    inner.string_value = text
+    data = inner.SerializeToString()
+    for _ in range(levels):
+        value = field(1, field(1, b"x") + field(2, data))  # a struct's one field
+        data = field(5, value)
+    return field(8, field(1, field(1, b"x") + field(2, field(1, field(1, b"x") + field(2, data)))))
+
+
+def test_types_that_hold_their_own_kind_are_read_and_their_levels_bounded() -> None:
+    cls = ext_proc_pb2.ProcessingRequest
+    read = messages.deserializer(cls)(nested(10, "y" * UNCHECKED_BYTES))
+    assert "y" * 100 in str(read)
+    assert "levels" in refused(cls, nested(2000, "y" * UNCHECKED_BYTES))
