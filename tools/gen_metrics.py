@@ -103,7 +103,7 @@ def _families(service: str) -> Iterable[MetricFamily]:
 
 
 def _family_row(family: MetricFamily) -> str:
-    name = f"{family.name}_total" if family.type == "counter" else family.name
+    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
     return _row(name, family.type, family.documentation, None)
 
 

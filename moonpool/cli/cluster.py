@@ -219,7 +219,7 @@ def run_top(client: Client, *, interval_s: float, once: bool, as_json: bool) -> 
     Args:
         client: the conductor's client.
         interval_s: seconds between two looks.
-        once: look once.
+        once: look once; so does whoever pipes the text elsewhere.
         as_json: print a JSON object a line instead of drawing.
 
     Raises:
@@ -242,7 +242,7 @@ def _print_until_stopped(
         _print_state_json if as_json else lambda state: stdout_console().print(render_cluster(state))
     )
     show(client.cluster_state())
-    while not once:
+    while not once and as_json:
         pause.wait(interval_s)
         show(client.cluster_state())
 

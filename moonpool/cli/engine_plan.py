@@ -16,12 +16,15 @@ from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress
 from moonpool.cli.stack import StackPlan, setting_of
+from moonpool.cli.tables import size_text
 from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
 
+NATIVE = "all layers native"
+"""How layers are computed where nothing is slow."""
 LEAST_MAPPED_BYTES = 32 << 20
 """Weights of so many bytes are worth a file that engines share, and that later starts find."""
 _ROOM = 1.1
@@ -107,17 +110,7 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
     if memory is None:
         return plan
     held, engines, free = memory.held, sum(plan.engine_counts.values()), available_bytes()
-    parts = [
-        ("weights", held.weights),
-        ("KV", held.kv),
-        ("work", held.work),
-        ("program", held.program + held.tokenizer),
-    ]
-    parts += [("LoRA adapters", held.loras)] if held.loras else []
-    sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
-    most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"
-    most += f", while loading {held.loading / 1e6:,.0f}"
-    text = f"{most}: {sizes}; KV of {memory.kv_tokens:,} tokens; {memory.computed}"
+    text = memory_text(plan, memory)
     fits, shared = held.fits(free, engines), _share_layers(plan)
     mapped = held.weights >= LEAST_MAPPED_BYTES and _maps_well(plan, held.weights)
     if _left_open(plan) and (mapped or not fits):
@@ -126,10 +119,18 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
             text += "; engines hold the weights once"
         if not held.fits(free, engines, shared=shared):
             assert free is not None
-            text += f"; {free / 1e6:,.0f} MB are free: weights are mapped from a file, and steps wait for the disk"
+            text += f"; {size_text(free)} are free: weights are mapped from a file, and steps wait for the disk"
     progress.show("memory", text)
     progress.finish("memory")
     return plan
+
+
+def memory_text(plan: StackPlan, memory: EngineMemory) -> str:
+    """What the plan's engines hold, in a line; `moonpool show` tells the parts."""
+    held, engines = memory.held, sum(plan.engine_counts.values())
+    each = "the engine" if engines == 1 else f"each of {engines} engines"
+    slow = "" if memory.computed == NATIVE else f"; {memory.computed}"
+    return f"{size_text(held.idle)} for {each}, at most {size_text(held.all)}; KV of {memory.kv_tokens:,} tokens{slow}"
 
 
 def _left_open(plan: StackPlan) -> bool:

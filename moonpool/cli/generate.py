@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,6 +99,8 @@ def usage_line(result: GenerateResult) -> str:
     )
 
 
+_COMMAND = re.compile(r"/[A-Za-z?]+")
+"""What a person means as a command, not as a turn."""
 CHAT_PROMPT = "\n> "
 CHAT_BLOCK_SIZE = 16
 """Block size for a stack with one chat: turns are short, and only whole blocks are found again."""
@@ -152,7 +155,7 @@ def run_chat(conversation: Conversation, lines: Iterable[str], out: TextIO, err:
         forgiving: go on after a request that failed; otherwise the error is raised.
 
     Raises:
-        MoonpoolError: a request failed.
+        MoonpoolError: a request failed, or a line is an unknown command.
     """
     for line in lines:
         text = line.strip()
@@ -163,6 +166,11 @@ def run_chat(conversation: Conversation, lines: Iterable[str], out: TextIO, err:
             print("a new conversation", file=err)
         elif text == "/help":
             print(CHAT_HELP, file=err)
+        elif _COMMAND.fullmatch(text):
+            error = InvalidRequest("chat", f"there is no command {text}. {CHAT_HELP}")
+            if not forgiving:
+                raise error
+            print(f"moonpool: {error}", file=err)
         elif text:
             _answer_line(conversation, text, out, err, forgiving=forgiving)
 

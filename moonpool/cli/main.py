@@ -50,6 +50,7 @@ for _group in (start_verbs, look_verbs, operate_verbs, predict_verbs, service_ve
 
 def main() -> None:
     """Entry point: print an error with a remedy, exit with 2; a signal ends children first."""
+    _open_closed_streams()
     quiet_grpc()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -67,6 +68,19 @@ def main() -> None:
         _leave(2)
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """Take the null device for a standard stream that the caller closed, as by `>&-`.
+
+    Else the next file or pipe that the process opens would take the stream's place.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - as long as the process
 
 
 def _leave(status: int) -> NoReturn:

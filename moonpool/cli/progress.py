@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between two plain lines that differ in their numbers only."""
@@ -83,8 +84,10 @@ def start_progress(console: Console | None = None) -> Iterator[StartProgress]:
     if not console.is_terminal:
         yield PlainProgress(lambda line: print(line, file=console.file, flush=True))
         return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    # One line a part: what is wider than the terminal would leave lines behind.
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+    columns = text, BarColumn(bar_width=20), TimeElapsedColumn()
     # Standard output meanwhile stays there, unless it is the same terminal: then the output stands above the bars.
     shared = sys.stdout.isatty()
-    with Progress(*columns, console=console, transient=True, redirect_stdout=shared) as progress:
+    with Progress(*columns, console=console, transient=True, redirect_stdout=shared, expand=True) as progress:
         yield TerminalProgress(progress)

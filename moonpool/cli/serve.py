@@ -5,8 +5,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -17,13 +19,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.base.config import LOOPBACK, check_free, format_address, is_loopback
+from moonpool.base.config import LOOPBACK, WILDCARDS, check_free, format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.kv import native_library
 from moonpool.base.native.build import BuildError, build
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.engine_plan import decide_engines, tell_memory
+from moonpool.cli.engine_plan import decide_engines, engine_memory, memory_text, tell_memory
 from moonpool.cli.forks import forked_services
 from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress, start_progress
@@ -36,6 +38,9 @@ from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.engine.setup import check_engine_installed
 
 SUPERVISE_INTERVAL_S = 0.1
+STOPPING = "stopping: running requests end first (at most 20 s); Ctrl-C again stops at once"
+LABEL_WIDTH, WIDTH = 10, 80
+"""Columns of the greeting's labels, and of its lines."""
 TRIED_PORTS = 100
 """Ports that are tried one after the other where nobody named a port."""
 ReportStatus = Callable[[dict[str, object], str], None]
@@ -66,11 +71,12 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, movable: Collection[str
     """
 
     def say(event: dict[str, object], text: str) -> None:
-        typer.echo(json.dumps(event) if as_json else text)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # whoever read the output has left; the stack serves on
+            print(json.dumps(event) if as_json else text, flush=True)
 
     def on_ready(service: ServiceProcess) -> None:
-        say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
+        if as_json:
+            say({"service": service.id, "address": service.address, "pid": service.pid}, "")
 
     def choose(taken: Collection[int]) -> tuple[int, int]:
         return free_ports(plan, movable, taken)
@@ -81,21 +87,14 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, movable: Collection[str
         if word := open_word(plan):
             typer.echo(word, err=True)
         planned, engines = decide_engines(plan, one_client=False)
-        ready, note = _emulated_note(planned)
         with contextlib.ExitStack() as running:
             stack = running.enter_context(started_stack(planned, on_ready))
-            stopping = threading.Event()  # until here a signal ends the start by an exception
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: stopping.set())
+            stopping = _stop_at_signals(stack)
             where = ",".join(stack.addresses)
             record.write(where, stack.http_address, planned.engines)
+            ready = emulated_fields(planned)
             ready |= {"http": stack.http_address, "engines": planned.engines, "engines_chosen": engines}
-            say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
-            if not as_json:
-                if engines:
-                    typer.echo(engines)
-                typer.echo(f"try it in a browser, http://{stack.http_address}/, or:\n{curl_line(stack.http_address)}")
-                sys.stdout.flush()
+            say({"ready": where, "data_dir": str(folder), **ready}, greeting(planned, stack, record.name, engines))
             lost = _supervise(stack, stopping, say) if restart else _wait_for_end(stack, stopping)
             statuses = stack.stop()
     bad = {name: status for name, status in statuses.items() if status}
@@ -184,8 +183,8 @@ def open_word(plan: StackPlan) -> str:
     if is_loopback(plan.host) or plan.api_key_hashes or setting_of(plan, "gateway", "api_keys", ""):
         return ""
     return (
-        f"WARNING: whoever reaches {plan.host} port {plan.http_port or '(any free one)'} may use this model, without "
-        "a key and in plaintext.\n--api-key KEY asks for a key; `moonpool keys create NAME` makes keys for several."
+        f"WARNING: whoever reaches port {plan.http_port or '(any free one)'} of this machine may use the model, "
+        "without a key.\n--api-key KEY asks for a key; `moonpool keys create NAME` makes keys for several."
     )
 
 
@@ -202,21 +201,83 @@ def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:
     progress.finish("kernels")
 
 
-def curl_line(http_address: str) -> str:
-    """A command that asks a gateway, to be pasted into a shell."""
-    body = {"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 64}
-    url = f"http://{http_address}/v1/chat/completions"
-    return f"curl {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+def _stop_at_signals(stack: LocalStack) -> threading.Event:
+    """An event that SIGINT and SIGTERM set, each with a word; a further signal ends the services at once."""
+    stopping = threading.Event()
+
+    def stop(*_: object) -> None:
+        again = stopping.is_set()
+        stopping.set()
+        with contextlib.suppress(OSError):
+            print("stopping now" if again else STOPPING, file=sys.stderr, flush=True)
+        if again:
+            for service in list(stack.services.values()):
+                service.signal(signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return stopping
 
 
-def _emulated_note(plan: StackPlan) -> tuple[dict[str, object], str]:
-    """Additions to the ready line when compute is emulated, as JSON fields and as text."""
+def greeting(plan: StackPlan, stack: LocalStack, name: str, engines: str) -> str:
+    """What a person reads when a stack is ready: where, what, in how much memory, and what to do.
+
+    Args:
+        plan: the stack's plan, with the engines decided.
+        stack: the stack, started.
+        name: the stack's name.
+        engines: why there are these engines; "" = the user decided.
+    """
+    secure = "https" if setting_of(plan, "gateway", "ssl_certfile", "") else "http"
+    page = f"{secure}://{stack.http_address}/"
+    with Client(stack.addresses, tls=plan.tls) as client:
+        state = client.cluster_state()
+    lines = [("ready", page), ("model", f"{state.model}, {state.max_tokens:,} tokens of prompt and answer")]
+    if found := emulated_profile(plan.engine, plan.time_scale):
+        profile, scale = found
+        hardware = f"compute is emulated as {profile.name}: {profile.hardware} (time scale {scale:g})"
+        lines.append(("emulated", hardware))
+    elif (memory := engine_memory(plan)) is not None:
+        lines.append(("memory", memory_text(plan, memory)))
+    if engines:
+        lines.append(("engines", engines))
+    if plan.host in WILDCARDS:
+        port = parse_address(stack.http_address)[1]
+        lines.append(("others", f"{secure}://{format_address(own_address(), port)}/ from other machines"))
+    lines.append(("try", f"moonpool chat --address {name}, or an OpenAI client at {page}v1, or:"))
+    needs_key = bool(plan.api_key_hashes or setting_of(plan, "gateway", "api_keys", ""))
+    told = "\n".join(_wrapped(f"{label + ':':<{LABEL_WIDTH}}{text}") for label, text in lines)
+    return f"{told}\n{curl_line(page, needs_key=needs_key)}\nCtrl-C stops."
+
+
+def _wrapped(line: str) -> str:
+    """The line in `WIDTH` columns; further lines begin under the text behind the label."""
+    indent = " " * LABEL_WIDTH
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def own_address() -> str:
+    """This machine's address in its network, as the system routes; nothing is sent. Loopback if there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return LOOPBACK
+        return str(probe.getsockname()[0])
+
+
+def curl_line(page: str, *, needs_key: bool) -> str:
+    """A command that asks a gateway, to be pasted into a shell; `page` is the gateway's URL."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Write a haiku."}], "max_tokens": 64})
+    key = ['-H "Authorization: Bearer $KEY"'] if needs_key else []
+    parts = [f"curl {page}v1/chat/completions", *key, "-H 'Content-Type: application/json'", f"-d '{body}'"]
+    return " \\\n  ".join(parts)
+
+
+def emulated_fields(plan: StackPlan) -> dict[str, object]:
+    """JSON fields about emulated compute; none where compute is real."""
     found = emulated_profile(plan.engine, plan.time_scale)
-    if found is None:
-        return {}, ""
-    profile, scale = found
-    text = f"compute is emulated as {profile.name}: {profile.hardware}"
-    return {"emulated": profile.name, "time_scale": scale}, f" ({text}; time scale {scale:g})"
+    return {} if found is None else {"emulated": found[0].name, "time_scale": found[1]}
 
 
 def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) -> str:

@@ -4,6 +4,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -35,11 +36,17 @@ from moonpool.cli.settings import ServeCommand
 app = typer.Typer()
 
 
+def _stop_start(number: int, frame: FrameType | None) -> None:
+    """End a start at once, with a word."""
+    typer.echo("\nstopping", err=True)
+    signal.default_int_handler(number, frame)
+
+
 @app.command(cls=ServeCommand, rich_help_panel=START)
 @verb
 def serve(options: ServeOptions) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C: HTTP on port 8000."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    signal.signal(signal.SIGINT, _stop_start)  # a shell's background job ignores it
     from moonpool.cli.serve import run_serve
     from moonpool.cli.serve_plan import movable_ports, serve_plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -12,6 +13,9 @@ from moonpool.conductor.placement.base import PrefillChoice
 from moonpool.conductor.proto_conversion import candidate_proto
 from moonpool.v1 import conductor_pb2
 
+_GATEWAY_ID = re.compile(r"(.+)-[0-9a-f]{8}")
+"""What a gateway makes of a client's `x-request-id`: the id, and digits that make the request's id unique."""
+
 
 class DecisionLog:
     """Placement decisions of the last `limit` requests, by request id. All decisions come from one policy."""
@@ -20,6 +24,7 @@ class DecisionLog:
         self._limit = limit
         self._policy = policy
         self._records: OrderedDict[str, conductor_pb2.ExplainResponse] = OrderedDict()
+        self._full_ids: dict[str, str] = {}  # by the client's own id
 
     def __len__(self) -> int:
         return len(self._records)
@@ -95,13 +100,17 @@ class DecisionLog:
         record = self._records.get(request_id)
         return record is not None and record.HasField("timeline")
 
+    def full_id(self, request_id: str) -> str:
+        """The id of the last request with the client's own `x-request-id`; a request's id stays as given."""
+        return request_id if request_id in self._records else self._full_ids.get(request_id, request_id)
+
     def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
         """Return the decision about a request.
 
         Raises:
             NotFound: the request is not known, or no longer.
         """
-        record = self._records.get(request_id)
+        record = self._records.get(self.full_id(request_id))
         if record is None:
             raise NotFound(f"no decision about request {request_id!r} is known (the last {self._limit} are kept)")
         return record
@@ -110,5 +119,10 @@ class DecisionLog:
         record.policy = self._policy
         self._records[request_id] = record
         self._records.move_to_end(request_id)
+        if found := _GATEWAY_ID.fullmatch(request_id):
+            self._full_ids[found[1]] = request_id
         while len(self._records) > self._limit:
-            self._records.popitem(last=False)
+            gone, _ = self._records.popitem(last=False)
+            found = _GATEWAY_ID.fullmatch(gone)
+            if found and self._full_ids.get(found[1]) == gone:
+                del self._full_ids[found[1]]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from moonpool.base.telemetry.prometheus import LONG_SECONDS, SECONDS, PrometheusMetrics
-from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.failures import NO_DECODE_ROOM, Failure, FailureKind
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.prediction_metrics import PredictionMetrics
 
 OWN, LOADED, COMPUTED = "own", "loaded", "computed"
 """Where the KV of a prompt's tokens came from; see `prompt_tokens`."""
+
+REASONS = ("queue_full", "ttft_slo", "tbt_slo", NO_DECODE_ROOM, "unavailable", "invalid")
+"""Reasons that are exported from the start; budgets have further ones."""
 
 
 class EndedRequests:
@@ -30,6 +33,10 @@ class EndedRequests:
         self._failed = metrics.counter(
             "failed", "Requests that had a placement and no whole answer, by kind of the failure.", ["kind"]
         )
+        for kind in FailureKind:  # so that a rate over the first failure is known
+            self._failed.labels(kind.name.lower())
+        for reason in REASONS:
+            self._refused.labels(reason)
         self._cancelled = metrics.counter("cancelled", "Requests that clients stopped, or left.", [])
         self._prompt_tokens = metrics.counter(
             "prompt_tokens",

@@ -216,13 +216,15 @@ class ConductorServicer:
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
         """Return how a request was placed, and the request's course so far."""
-        decisions, call = self._reports.decisions, self._calls.get(request.request_id)
-        if call is None or call.stream is None or decisions.has_ended(request.request_id):
-            return decisions.get(request.request_id)
+        decisions = self._reports.decisions
+        request_id = decisions.full_id(request.request_id)
+        call = self._calls.get(request_id)
+        if call is None or call.stream is None or decisions.has_ended(request_id):
+            return decisions.get(request_id)
         stream = call.stream
         response = conductor_pb2.ExplainResponse(timeline=stream.timeline(over=False), attempts=stream.history.attempts)
         if stream.history.attempts:
-            response.MergeFrom(decisions.get(request.request_id))
+            response.MergeFrom(decisions.get(request_id))
         return response
 
     async def ChangeRole(

@@ -150,6 +150,9 @@ class GatewayConfig(ServiceConfig):
         64, ge=0, description="background responses of one tenant that may be under way at the same time"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
+    log_requests: bool = Field(
+        False, description="log a line for every request; refused, wrong and failed requests always have one"
+    )
     chat_template: Path | None = Field(
         None,
         description=(

@@ -42,6 +42,7 @@ from moonpool.gateway.responses.context import ResponsesContext
 from moonpool.gateway.serving.envelope import AllowedHosts, RequestEnvelope
 from moonpool.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from moonpool.gateway.serving.json_response import JSON_TYPE, to_json_bytes
+from moonpool.gateway.serving.served_request import ServedRequest, served_request
 
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),
@@ -124,7 +125,12 @@ def make_app(gateway: ResponsesContext, hosts: AllowedHosts, allowed_origins: Se
     Web pages from `allowed_origins` may use the application; "*" stands for all.
     """
     errors = ErrorHandlers(gateway.metrics.refused, {row.path: row.error_body for row in ROUTES})
-    middleware = [Middleware(RequestEnvelope, hosts, gateway.metrics.http.ended, gateway.metrics.clock)]
+
+    def ended(request: ServedRequest) -> None:
+        gateway.metrics.http.ended(request)
+        gateway.log.ended(request)
+
+    middleware = [Middleware(RequestEnvelope, hosts, ended, gateway.metrics.clock)]
     if allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -179,5 +185,6 @@ class ErrorHandlers:
 
     def _respond(self, request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None) -> Response:
         self._count(error.status, error.code or "")
+        served_request(request.scope).notes.update(error.notes())
         body = self._error_bodies.get(request.url.path, openai_error_body)(error)
         return Response(to_json_bytes(body), error.status, {**(headers or {}), **error.headers}, media_type=JSON_TYPE)

@@ -43,6 +43,7 @@ from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
+from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 CONNECT_TIMEOUT_S = 2.0
@@ -241,6 +242,7 @@ def gateway_context(
         pins=ResponsePins(client, config.response_pin_s),
         background=BackgroundResponses(config.max_background_responses, config.request_timeout_s),
         metrics=request_metrics,
+        log=RequestLog(every=config.log_requests),
         registry=metrics.registry,
         wall_clock=world.unix_time,
         rendering=rendering,

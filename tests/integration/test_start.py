@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from moonpool.base.fork_server import Launcher, execute
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client
 from tests.integration.conftest import BLOCK, tokens
@@ -116,3 +118,31 @@ def test_a_taken_port_is_found_before_anything_is_done(flag: str) -> None:
         )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"moonpool: {flag}: another program listens at 127.0.0.1:{port}\n"
+
+
+@pytest.mark.slow
+def test_people_are_greeted_and_nobody_need_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of a ready stack in 80 columns; a second stack, of closed standard output, takes other ports."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    command = [*CLI, "serve", "bundled", "--engine", "emulated:llama-70b-a800"]
+    with contextlib.ExitStack() as ended:
+        first = ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()))
+        ended.callback(first.kill)
+        assert first.stdout is not None
+        told: list[str] = []
+        while (line := first.stdout.readline()) != "Ctrl-C stops.\n":
+            assert line, told
+            told.append(line)
+        assert told[0].startswith("ready:    http://127.0.0.1:")
+        assert told[1] == "model:    tiny, 131,072 tokens of prompt and answer\n"
+        assert max(map(len, told[:-1])) <= 81
+        closed = ["sh", "-c", f"exec {shlex.join(command)} >&-"]
+        second = ended.enter_context(subprocess.Popen(closed, env=environment()))
+        ended.callback(second.kill)
+        while not (ready := [stack for stack in running_stacks() if stack.pid == second.pid and stack.address]):
+            assert second.poll() is None
+        assert ready[0].name == "bundled-2"
+        assert f"http://{ready[0].http_address}/\n" not in told[0]
+        for process in (second, first):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0

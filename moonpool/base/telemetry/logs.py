@@ -24,6 +24,8 @@ from structlog.typing import Processor
 
 MAX_LINES_S = 50
 """Lines of one event in a second; `left_out` of the next line says how many were dropped."""
+_MAX_LINES_S: dict[str, int] = {}
+"""The same for loggers that have a limit of their own, by name."""
 MAX_FIELD_CHARS = 2000
 """Characters of a field that are written."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -61,7 +63,7 @@ class LineLimit(logging.Filter):
         fields = record.msg if isinstance(record.msg, dict) else {"event": record.msg}
         event = record.name, fields["event"]
         self._lines[event] += 1
-        if self._lines[event] > MAX_LINES_S:
+        if self._lines[event] > _MAX_LINES_S.get(record.name, MAX_LINES_S):
             self._left_out[event] += 1
             return False
         if left_out := self._left_out.pop(event, 0):
@@ -77,8 +79,12 @@ def cut_fields(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMa
     return event
 
 
-def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger that takes an event name and key-value pairs: `log.info("joined", conductor=address)`."""
+def get_logger(name: str, max_lines_s: int = MAX_LINES_S) -> structlog.stdlib.BoundLogger:
+    """A logger that takes an event name and key-value pairs: `log.info("joined", conductor=address)`.
+
+    `max_lines_s`: lines of one event in a second.
+    """
+    _MAX_LINES_S[name] = max_lines_s
     logger = structlog.wrap_logger(
         logging.getLogger(name), processors=_OURS, wrapper_class=structlog.stdlib.BoundLogger, context_class=dict
     )

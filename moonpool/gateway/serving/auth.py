@@ -114,7 +114,9 @@ class Authenticator:
         name, own = served.id, served.own_id
         # Clients and proxies may send an id again while the first request runs.
         request_id = f"{name}-{world.random_hex(4)}" if own else name
+        served.notes["tenant"] = caller.tenant
         if own:
+            served.notes["full_id"] = request_id
             self._remember_id(caller.tenant, name, request_id)
         trace = given if is_traceparent(given) else ""
         warning, session = _ignored_fields_warning(body), _session_id(request)

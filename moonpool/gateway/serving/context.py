@@ -18,6 +18,7 @@ from moonpool.gateway.serving.generation_response import AnswerTurns, Generation
 from moonpool.gateway.serving.metrics import GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.request_builder import RequestBuilder
+from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 
@@ -33,6 +34,7 @@ class GatewayContext:
         tokenizer: tokenizer and chat template of the served model.
         builder: builds generation jobs from bodies.
         metrics: counters and timers of requests.
+        log: lines for requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
         rendering: a thread that renders answers for the page, by turns of tenants.
@@ -50,6 +52,7 @@ class GatewayContext:
     tokenizer: GatewayTokenizer
     builder: RequestBuilder
     metrics: GatewayMetrics
+    log: RequestLog
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
     rendering: TenantTurns

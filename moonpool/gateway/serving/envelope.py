@@ -115,22 +115,23 @@ class RequestEnvelope:
         if size + sum(len(header) + len(value) + 4 for header, value in scope["headers"]) > MAX_HEAD_BYTES:
             message = f"the head of a request has at most {MAX_HEAD_BYTES} bytes"
             refused = HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large", message, close=True)
-            await _refuse(refused, send_with_id)
+            await _refuse(refused, request, send_with_id)
             return
         given_headers = dict(scope["headers"])
         host, origin = (given_headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         try:
             self._hosts.check(host, origin)
         except HttpError as error:
-            await _refuse(error, send_with_id)
+            await _refuse(error, request, send_with_id)
         else:
             with ExitStack() as cleanup:
                 scope[CLEANUP] = cleanup
                 await self._app(scope, receive, send_with_id)
 
 
-async def _refuse(refused: HttpError, send: Send) -> None:
+async def _refuse(refused: HttpError, request: ServedRequest, send: Send) -> None:
     error = error_response(refused)
+    request.notes.update(error.notes())
     headers = {"content-type": JSON_TYPE, **error.headers}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})

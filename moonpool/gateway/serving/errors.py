@@ -77,6 +77,11 @@ class ErrorResponse:
     detail: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
 
+    def notes(self) -> dict[str, object]:
+        """What the log says of the error. The message may quote the request and is left out of wrong requests."""
+        reason = {} if self.status == HTTPStatus.BAD_REQUEST else {"reason": self.message}
+        return {"code": self.code or "", "parameter": self.parameter or "", **reason}
+
     def body(self) -> dict[str, Any]:
         """OpenAI's error body."""
         error = {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.code}

@@ -29,6 +29,7 @@ from moonpool.gateway.serving.json_response import to_json_bytes
 from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
+from moonpool.gateway.serving.served_request import served_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,10 @@ class GenerationResponse:
         self._turns = turns
         self._job = job
         self._formatter = formatter
+        self._notes: dict[str, object] = {}  # for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._notes = served_request(scope).notes
         try:
             await while_connected(receive, self._respond(AsgiReply(send, self._job.headers)))
         except ClientGoneError:
@@ -88,6 +91,7 @@ class GenerationResponse:
                 request_metrics.failed()
                 response = error_response(self._job.named_error(error))
                 self._metrics.refused(response.status, response.code or "")
+                self._notes.update(response.notes())
                 return response
         return None
 
@@ -101,8 +105,7 @@ class GenerationResponse:
         async with self._token_stream(request_metrics, whole=True) as tokens:
             async for event in tokens:
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
-        result = _completed_result(tokens)
-        request_metrics.finished(result)
+        result = self._finished(tokens, request_metrics)
         self._start(reply, tokens)
         reply.headers.update(self._job.result_headers(result))
         content = self._formatter.full_response(result)
@@ -138,8 +141,7 @@ class GenerationResponse:
                     content = first + (formatter.text_event(event.text, event.choice) if event.text else b"")
                 if content:
                     yield content
-        result = _completed_result(tokens)
-        request_metrics.finished(result)
+        result = self._finished(tokens, request_metrics)
         if not started:
             self._start(reply, tokens)
             yield b"".join(formatter.first_events())
@@ -166,6 +168,30 @@ class GenerationResponse:
         if len(streams) > 1:
             tokens = MergedStream(streams, job.sampling.n, self._turns.begun, self._tenant)
         return tokens
+
+    def _finished(self, tokens: AsyncTokenStream | MergedStream, request_metrics: RequestMetrics) -> GenerateResult:
+        """The result of a stream that has ended, once in the metrics and the log.
+
+        Raises:
+            Unavailable: the cluster has cancelled the request.
+        """
+        result = _completed_result(tokens)
+        request_metrics.finished(result)
+        placement, usage, timing = tokens.placement, result.usage, result.timing
+        self._notes |= {
+            "model": self._job.model_name,
+            "stream": self._job.stream,
+            "finish_reason": result.finish_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "queue_s": round(timing.queue_s, 6),
+            "ttft_s": round(timing.ttft_s, 6),
+            "tpot_s": round(timing.tpot_s, 6),
+            "prefill": "" if placement is None else placement.prefill,
+            "decode": "" if placement is None else placement.decode,
+        }
+        return result
 
     @property
     def _tenant(self) -> str:

@@ -208,7 +208,9 @@ def test_pasted_command(address: str) -> None:
     """What `moonpool serve` prints, in a shell."""
     if shutil.which("curl") is None:
         pytest.skip("no curl")
-    done = subprocess.run(["sh", "-c", curl_line(address)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", curl_line(f"http://{address}/", needs_key=False)], capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 64
 
 

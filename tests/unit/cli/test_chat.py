@@ -48,6 +48,16 @@ def test_new_forgets_and_help_helps() -> None:
     assert "Ctrl-C stops" in err
 
 
+def test_an_unknown_command_is_no_turn() -> None:
+    fake = FakeConductor()
+    out, err = talk(fake, ["/nwe", "/etc/hosts is a file?", "/"])
+    assert err.startswith("moonpool: chat: there is no command /nwe. /new begins")
+    assert [turns(request)[-1][1] for request in fake.requests] == ["/etc/hosts is a file?", "/"]
+    assert out
+    with pytest.raises(InvalidRequest, match="no command /nwe"):
+        talk(fake, ["/nwe"], forgiving=False)
+
+
 def test_a_failed_turn_is_forgotten_and_says_what_to_do() -> None:
     scripts: list[Script] = [answer(), [InvalidRequest("messages", "the prompt has 9000 tokens")], answer()]
     fake = FakeConductor(lambda request: scripts[len(fake.requests) - 1])

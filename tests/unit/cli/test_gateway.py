@@ -53,6 +53,7 @@ def test_health_by_http(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_curl_line() -> None:
-    words = shlex.split(curl_line("127.0.0.1:8000"))
+    words = shlex.split(curl_line("http://127.0.0.1:8000/", needs_key=False))
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(words[-1])["max_tokens"] == 64
+    assert "Bearer $KEY" in curl_line("http://127.0.0.1:8000/", needs_key=True)

@@ -48,6 +48,12 @@ def test_figures_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [tier["name"] for tier in found["instances"][1]["tiers"]] == ["dram", "ssd"]
 
 
+def test_in_a_pipe_the_picture_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster().client() as client:
+        run_top(client, interval_s=1000.0, once=False, as_json=False)
+    assert capsys.readouterr().out.count("decode-0") == 1
+
+
 def test_an_engine_for_prompts_and_answers_has_both_roles(capsys: pytest.CaptureFixture[str]) -> None:
     fake = cluster()
     fake.state.instances[0].computes_prompts = True

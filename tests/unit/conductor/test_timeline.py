@@ -9,6 +9,7 @@ from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import MoonpoolError, NotFound, Overloaded, Slo, Unavailable
 from moonpool.client.explain import request_phases
+from moonpool.conductor.decision_log import DecisionLog
 from moonpool.conductor.recent_requests import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import prefill_pb2
@@ -169,6 +170,22 @@ async def test_kv_that_arrives_behind_the_answer() -> None:
         after.set()
         await s.rest()
         assert (await s.client.explain("r")).timeline.sent_bytes == 4096
+
+
+async def test_a_request_is_known_by_the_id_that_the_client_gave_to_the_gateway() -> None:
+    """The gateway makes the id unique; the last request with the client's id counts."""
+    async with stack(prefill(), decode()) as s:
+        for request_id in ("mine-00000001", "mine-00000002"):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id=request_id)
+        last = await s.client.explain("mine-00000002")
+        assert await s.client.explain("mine") == last != await s.client.explain("mine-00000001")
+
+
+def test_ids_of_forgotten_requests_are_forgotten() -> None:
+    log = DecisionLog(1, "social")
+    log.refused("mine-00000001", "", "full")
+    log.refused("yours-00000001", "", "full")
+    assert (log.full_id("mine"), log.full_id("yours")) == ("mine", "yours-00000001")
 
 
 async def test_a_request_that_is_not_known() -> None:

@@ -167,3 +167,13 @@ def test_fields_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = [json.loads(text) for text in capsys.readouterr().err.splitlines()]
     assert line["reason"] == "x" * logs.MAX_FIELD_CHARS + "... (10000 characters)"
     assert line["count"] == 3
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_a_logger_may_have_more_lines_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    """A gateway logs each refused request; what bounds the lines is how many the gateway answers."""
+    logs.configure("info", "gateway-0", True)
+    log = logs.get_logger("moonpool.test_many", 4 * logs.MAX_LINES_S)
+    for _ in range(4 * logs.MAX_LINES_S):
+        log.info("request")
+    assert len(capsys.readouterr().err.splitlines()) == 4 * logs.MAX_LINES_S
