@@ -257,8 +257,6 @@ def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
         return
     if config.device != "cpu":
         raise ConfigError(SETTING, f"must be 1 with device={config.device}: ranks compute on CPUs only")
-    if config.max_loras:
-        raise ConfigError("max_loras", f"must be 0 with {SETTING}={config.tensor_parallel_size}")
     check_ranks(model.decoder, config.tensor_parallel_size, model.architecture)
 
 

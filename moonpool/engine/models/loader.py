@@ -129,6 +129,7 @@ def load_stage(
             reader.expect(outer[slot])
         every = range(layer_begin, layer_end + (len(decoder.tail) if last else 0))
         slots = _layer_slots(config, every, reader, ranks)
+        declared = config
         if ranks is not None:
             decoder = decoder_of_rank(decoder, ranks.ranks)
             config = replace(config, decoder=decoder)
@@ -171,6 +172,7 @@ def load_stage(
             int8_head=int8_head,
             notes=WeightNotes(arena.finish(reader.changed()), arena.mapped_bytes),
             ranks=ranks,
+            whole=declared,
         )
         if last:
             stage.pooling_head = load_pooling_head(Path(path), config, dtype, torch.device(device))

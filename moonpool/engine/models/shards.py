@@ -35,12 +35,17 @@ def slots_of_rank(slots: Slots, layer: LayerSpec, rank: int, ranks: int) -> Slot
         plain = _EXPERT.sub("expert.", name)
         at = 1 if plain.startswith("experts_") else 0  # one tensor of all experts has them in front
         cut: Cut | None = None
+        rows: Cut | None = None
         if plain in by_outputs:
             cut = partial(_parts, by_outputs[plain], rank, ranks, at)
+            rows = partial(_parts, by_outputs[plain], rank, ranks, 0)
         elif plain in _BY_INPUTS:
             whole = torch.zeros_like if rank else None
             cut = partial(_chunk, rank, ranks, at + 1) if kind == "weight" else whole
-        found[slot] = stored if cut is None else _cut(stored, cut)
+        found[slot] = stored if cut is None else replace(_cut(stored, cut), cut_rows=rows)
+        if plain in _BY_INPUTS and kind == "weight":
+            width = stored.kept_shape[-1] // ranks
+            found[slot] = replace(found[slot], inputs=(rank * width, (rank + 1) * width))
     return found
 
 
@@ -83,7 +88,7 @@ def _cut(stored: Stored, cut: Cut) -> Stored:
     """Return the tensor with a cut behind the tensor's arrangement."""
     shape = tuple(cut(torch.empty(stored.kept_shape, device="meta")).shape)
     arrange = cut if stored.arrange is None else partial(_both, stored.arrange, cut)
-    return replace(stored, kept_shape=shape, arrange=arrange)
+    return replace(stored, kept_shape=shape, arrange=arrange, whole=stored)
 
 
 def _both(first: Cut, then: Cut, tensor: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ class StageModel:
     """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
-    `ranks`: the other processes that compute parts of the same layers; None: there are none.
+    `ranks`: the other processes that compute parts of the same layers; None: there are none. `whole`: the model of
+    which `config` is this rank's.
     `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
     "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
     the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`. `pooling_head`: what
@@ -84,8 +85,10 @@ class StageModel:
         deterministic: bool = False,
         notes: WeightNotes = NO_NOTES,
         ranks: Ranks | None = None,
+        whole: ModelConfig | None = None,
     ) -> None:
-        self.ranks, self._whole = ranks, _as_they_are if ranks is None else ranks.sum
+        self.ranks, self._total = ranks, _as_they_are if ranks is None else ranks.sum
+        self.whole = whole or config
         self.config = config
         self.changed_weights, self.mapped_bytes = notes.changed, notes.mapped_bytes
         self.layer_begin = layer_begin
@@ -377,7 +380,7 @@ class StageModel:
         if index == self._whole_layer:
             batch = batch.without_slots()
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
-        added = self._whole(self._over_tokens(weights, normed, batch, kv, scales))
+        added = self._total(self._over_tokens(weights, normed, batch, kv, scales))
         if weights.attention_out_norm is not None:
             added = weights.attention_out_norm(added)
         if spec.residual_factor != 1.0:
@@ -390,9 +393,9 @@ class StageModel:
         else:
             inner = hidden.add_(added)
         if isinstance(weights.feed_forward, DenseAndExperts):
-            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic, whole=self._whole)
+            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic, whole=self._total)
         else:
-            added = self._whole(weights.feed_forward(inner, deterministic=self.deterministic))
+            added = self._total(weights.feed_forward(inner, deterministic=self.deterministic))
         if weights.feed_forward_out_norm is not None:
             added = weights.feed_forward_out_norm(added)
         if spec.residual_factor != 1.0:

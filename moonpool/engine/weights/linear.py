@@ -139,6 +139,10 @@ class LinearWeight(ABC):
         """Return some rows, by int64 [n] or a slice."""
 
     @abstractmethod
+    def narrow(self, begin: int, end: int) -> LinearWeight | None:
+        """Return inputs `begin` up to `end` of all rows; None: no form holds these alone."""
+
+    @abstractmethod
     def join(self, others: Sequence[LinearWeight]) -> LinearWeight | None:
         """Return the rows of `others` below this weight's as one weight; None: no form holds all exactly."""
 

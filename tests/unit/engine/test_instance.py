@@ -95,7 +95,6 @@ def test_plan(folder: Path) -> None:
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "3 ranks cannot divide layer 0"),
         ({"device": "staged"}, "tensor_parallel_size", "must be 1 with device=staged"),
-        ({"max_loras": 1}, "max_loras", "must be 0 with tensor_parallel_size=2"),
         ({"engine": "emulated:llama-70b-a800"}, "tensor_parallel_size", "emulated compute has no ranks"),
     ],
 )

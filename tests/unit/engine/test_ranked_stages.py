@@ -2,16 +2,21 @@
 
 import threading
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import SequenceStep, Step
-from moonpool.engine.messages import StageDone
-from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.messages import LoadLora, LoraAnswer, StageDone
+from moonpool.engine.models.random_checkpoint import create, create_lora
+from moonpool.engine.models.tensor_reader import KeptWeights
 from tests.examples import pairs
 from tests.unit.engine.ranks import SIZE, RankedStages, ranked
 
@@ -116,3 +121,37 @@ def test_copied_blocks_are_there_for_all_ranks(checkpoint: Path) -> None:
             copied = SequenceStep(array("i", before[-1:]).tobytes(), len(PROMPT), (4, 1, block), SampleSpec())
             done = stages.run(Step(80 + block, (copied,), copies=((6, block),)))
             assert done.sampled == (tokens[len(PROMPT) + 1],)
+
+
+def test_adapters_of_all_projections_and_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    """B by rows, A by columns: sums of the ranks' additions are one process's."""
+    config = load_config(checkpoint)
+    folder = create_lora(tmp_path / "lora", config, 1)
+    lora, found = read_adapter(folder).id, []
+    for ranks in (1, 2, 4):
+        with ranked(checkpoint, ranks) as stages:
+            for runner in stages.runners[0]:
+                runner.max_lora_rank = 16
+                runner.load_lora(LoadLora(7, lora, str(folder)))
+            answers = [event for its in stages.events[0] for event in its if isinstance(event, LoraAnswer)]
+            assert [answer.failure for answer in answers] == [None] * ranks
+            sequence = replace(part(PROMPT, 0), lora=lora)
+            first = stages.run(Step(1, (sequence,), layer_events=True)).sampled
+            further = replace(part([*PROMPT, *first], len(PROMPT)), lora=lora)  # type: ignore[list-item]
+            stages.run(Step(2, (further,), steps=8))
+            found.append((first, stages.sampled(2)))
+            plain = stages.run(Step(3, (part(PROMPT, 0),))).sampled
+    assert found[0] == found[1] == found[2]
+    assert plain != found[0][0], "the adapter changes the answer"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_that_are_packed_at_load(quantization: Quantization, checkpoint: Path) -> None:
+    found = []
+    for ranks in (1, 2):
+        with ranked(checkpoint, ranks, kept=KeptWeights(quantization)) as stages:
+            stages.run(Step(1, (part(PROMPT, 0),), layer_events=True))
+            data = b"".join(bytes(stages.pool.slice(layer, TABLE[0])) for layer in range(stages.pool.layout.layers))
+            found.append(torch.frombuffer(bytearray(data), dtype=torch.float32))
+    gap = (found[0] - found[1]).abs().mean() / found[0].abs().mean()
+    assert gap < 0.03, "rows in bytes are rounded over a rank's inputs"
