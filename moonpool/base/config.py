@@ -20,7 +20,6 @@ from enum import Enum, EnumType
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -34,6 +33,7 @@ from pydantic_settings import (
 )
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.json_parts import parse_yaml
 from moonpool.base.settings import default_of, statements
 from moonpool.base.sizes import format_size, parse_size
 
@@ -152,10 +152,7 @@ def check_free(address: str, name: str) -> None:
 def read_mapping(value: object) -> object:
     """A mapping by name, from a flag (YAML or JSON) or a file; raises ValueError for any other value."""
     if isinstance(value, str):
-        try:
-            value = yaml.safe_load(value) if value.strip() else {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"is no YAML: {error}") from None
+        value = parse_yaml(value) if value.strip() else {}
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping by name")
     return {str(name): row for name, row in value.items()}
@@ -625,8 +622,8 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 def _read_yaml(cls: type[ServiceConfig], path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError("config", f"cannot read {path}: {error}") from error
     if data is None:
         return {}

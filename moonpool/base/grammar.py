@@ -22,6 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from moonpool.base.bundled import model_dir
 from moonpool.base.ecma_regex import from_ecma
 from moonpool.base.errors import InvalidRequest
+from moonpool.base.json_parts import parse_json
 from moonpool.base.json_schema import WHITESPACE, SchemaWordError, explain_fault, inner_schemas, map_schemas, normalise
 from moonpool.base.sampling_params import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
 
@@ -104,7 +105,7 @@ def _lark(text: str) -> str:
 
 
 def _json_grammar(text: str) -> str:
-    schema = json.loads(text)
+    schema = parse_json(text)
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     whitespace = schema.pop(WHITESPACE, _WHITESPACE)
@@ -455,7 +456,7 @@ def _schema_fault(text: str, wrong: str) -> str:
     """Return the message about a schema that cannot be followed, with the place of the smallest schema at fault."""
     place = ""
     try:
-        schema = json.loads(text)
+        schema = parse_json(text)
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):

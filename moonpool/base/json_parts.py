@@ -1,14 +1,43 @@
-"""How much there is to parse in JSON that a client has sent."""
+"""JSON and YAML from elsewhere: read with one kind of error, and how much JSON there is to parse."""
 
 from __future__ import annotations
 
+import json
 from operator import le
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moonpool.base.errors import InvalidRequest
 
 UNCHECKED_BYTES = 64 << 10
 """Bodies up to this size are parsed without counting their parts first."""
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """Read JSON that somebody else has written.
+
+    Raises:
+        ValueError: the text is no JSON, has a number of more than 4,300 digits, or is nested too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Read YAML that somebody else has written; plain values only.
+
+    Raises:
+        ValueError: the text is no YAML, has a date that is none, or is nested too deep.
+    """
+    import yaml  # engine processes read none
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is no YAML: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
 
 
 class JsonPartCounts(NamedTuple):

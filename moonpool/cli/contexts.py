@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moonpool.base.errors import InvalidRequest
+from moonpool.base.json_parts import parse_json
 from moonpool.cli.addresses import addresses
 from moonpool.cli.options import HELP, Address, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
@@ -147,7 +148,7 @@ def _print_deleted(deleted: DeletedKV, *, as_json: bool, **more: str) -> None:
 
 def _turns(text: str) -> list[Message]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         return [Message(role=str(turn["role"]), content=str(turn["content"])) for turn in found]
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidRequest("file", f"must be a JSON list of turns with role and content: {error}") from None
@@ -155,7 +156,7 @@ def _turns(text: str) -> list[Message]:
 
 def _tools(text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise InvalidRequest("tools", f"must be a JSON list of functions: {error}") from None
     if not isinstance(found, list) or not all(isinstance(value, dict) for value in found):

@@ -24,6 +24,7 @@ import typer
 
 from moonpool.base.checkpoint import model_name
 from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.base.json_parts import parse_json
 from moonpool.cli.tables import RecordTable, age_text, stdout_console
 from moonpool.engine.cpu_sharing import process_epoch
 
@@ -263,7 +264,7 @@ def _running(folder: Path) -> list[RunningStack]:
     found = []
     for path in folder.glob("*.json"):
         try:
-            stack = RunningStack(**json.loads(path.read_text()))
+            stack = RunningStack(**parse_json(path.read_text()))
         except FileNotFoundError:  # the stack has just ended
             continue
         except (OSError, ValueError, TypeError):

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from typer.core import TyperCommand
 
 from moonpool.base.config import RENAMED, SERVICES, assignments, config_class, suggestion
 from moonpool.base.errors import ConfigError
+from moonpool.base.json_parts import parse_yaml
 
 KINDS = SERVICES
 SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}
@@ -99,8 +99,8 @@ def _parse_sections(given: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def _read_sections(path: Path) -> dict[str, dict[str, str]]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError("config", f"cannot read {path}: {error}") from error
     found: dict[str, dict[str, str]] = {}
     for section, settings in ({} if data is None else _mapping(data, str(path))).items():

@@ -20,6 +20,7 @@ from moonpool.base.checkpoint.weight_formats import PACKED_BYTES
 from moonpool.base.errors import CheckpointError, InvalidRequest, MoonpoolError, UnsupportedModel
 from moonpool.base.families import names_of
 from moonpool.base.families.spec import described_ways
+from moonpool.base.json_parts import parse_json
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
 
 _STEP_TOKENS = 512
@@ -54,7 +55,7 @@ def architecture_of(path: Path | str) -> str:
     try:
         if is_gguf(path):
             return str(GgufFile.read(Path(path)).metadata.get("general.architecture", ""))
-        names = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("architectures")
+        names = parse_json((Path(path) / "config.json").read_text(encoding="utf-8")).get("architectures")
     except (OSError, ValueError, AttributeError, MoonpoolError):
         return ""
     return str(names[0]) if isinstance(names, list) and names else ""

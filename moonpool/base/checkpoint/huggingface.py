@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +36,12 @@ from moonpool.base.families.base import ModelFamily
 from moonpool.base.families.fields import JsonFields, read_json
 from moonpool.base.families.other import common_names, other_family, whole_prompt_family, whole_prompt_length
 from moonpool.base.families.rope import longest
+from moonpool.base.json_parts import parse_json
 from moonpool.base.sampling_params import MAX_SUPPRESSED_TOKENS
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_NAME_CHARS = 200
+"""Characters in the name of a file that an index names."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -121,7 +123,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file}: not a whole safetensors file (header of {length} bytes)")
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
             header.pop("__metadata__", None)
             tensors = {}
             for name, entry in header.items():
@@ -136,8 +138,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 def _plain_name(index: Path, name: str) -> Path:
     """Return the file beside `index`; an index must not lead out of the folder."""
-    if Path(name).name != name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    plain = Path(name).name == name and name.isprintable() and len(name) <= MAX_NAME_CHARS
+    if not plain or not name.endswith(".safetensors"):
+        raise CheckpointError(
+            f"{index}: {name[:MAX_NAME_CHARS]!r} is not the name of a safetensors file in this folder"
+        )
     return index.parent / name
 
 

@@ -18,6 +18,7 @@ from blake3 import blake3
 from moonpool.base.checkpoint.huggingface import read_header
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.fields import JsonFields
+from moonpool.base.json_parts import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
@@ -114,7 +115,7 @@ def describe_adapter(
         folder: for errors.
     """
     try:
-        data = json.loads(settings)
+        data = parse_json(settings)
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG}: cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):

@@ -6,7 +6,6 @@ tokens become an embedding. Torch-free.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 from moonpool.base.families.fields import JsonFields, read_json
+from moonpool.base.json_parts import parse_json
 
 PoolingKind = Literal["last", "cls", "mean", "max"]
 ScoreActivation = Literal["none", "sigmoid", "softmax"]
@@ -208,7 +208,7 @@ def _modules(folder: Path, default: PoolingKind) -> tuple[PoolingKind, tuple[Den
 
 def _module_list(folder: Path) -> list[Mapping[str, Any]]:
     try:
-        modules = json.loads((folder / "modules.json").read_bytes())
+        modules = parse_json((folder / "modules.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: modules.json cannot be read: {error}") from None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):

@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 
+from moonpool.base.json_parts import parse_json
 from moonpool.base.telemetry.logs import get_logger
 
 #: Seconds between two looks at a file that another process writes.
@@ -103,7 +104,10 @@ class WeightFile:
 
     def _read_notes(self, file: int, *, alone: bool) -> Any:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self._whole.read_text())
+            text, _, checksum = self._whole.read_bytes().rpartition(b"\n")
+            if checksum.decode() != xxhash.xxh3_128_hexdigest(text):
+                return None
+            found = parse_json(text)
             pieces = [(int(begin), int(nbytes), str(checksum)) for begin, nbytes, checksum in found["pieces"]]
             if found["bytes"] != os.fstat(file).st_size:
                 return None
@@ -133,7 +137,8 @@ class WeightFile:
         os.fsync(self.descriptor)
         made = self._whole.with_suffix(f".{os.getpid()}")
         pieces = _checksums(self.descriptor, list(_joined(self._allocated)))
-        made.write_text(json.dumps({"bytes": os.fstat(self.descriptor).st_size, "pieces": pieces, "notes": notes}))
+        text = json.dumps({"bytes": os.fstat(self.descriptor).st_size, "pieces": pieces, "notes": notes}).encode()
+        made.write_bytes(text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode())
         with made.open("rb") as written:
             os.fsync(written.fileno())
         made.replace(self._whole)

@@ -7,12 +7,12 @@ data is read here but the shapes that bitsandbytes and compressed-tensors store 
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moonpool.base.checkpoint.tensor_info import TensorInfo, WeightFormat
+from moonpool.base.json_parts import parse_json
 
 Shape = tuple[int, ...]
 Parts = Mapping[str, tuple[str, TensorInfo]]
@@ -303,7 +303,7 @@ class Bnb4BitFormat(FolderFormat):
     bits: int = 4
 
     def dense_shape(self, parts: Parts) -> Shape:
-        state = json.loads(_read(parts["state"][1], 1))
+        state = parse_json(_read(parts["state"][1], 1))
         return tuple(int(size) for size in state["shape"])
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moonpool.base.errors import CheckpointError
+from moonpool.base.json_parts import parse_json
+
+MAX_COUNT = (1 << 31) - 1
+"""Largest integer that a checkpoint's settings may have."""
+MAX_COUNTS = {"num_hidden_layers": 1 << 12}
+"""The same by name, where parts of the model are made one by one."""
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -18,7 +23,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         CheckpointError: the file is missing, unreadable, not JSON or not an object.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name} in this folder") from None
     except (OSError, ValueError) as error:
@@ -48,6 +53,9 @@ class JsonFields:
         value = self._present(name, default, null)
         if type(value) is not int or value <= 0:
             raise CheckpointError(f"{self.source}: {name} must be a positive integer, not {value!r}")
+        most = MAX_COUNTS.get(name, MAX_COUNT)
+        if value > most:
+            raise CheckpointError(f"{self.source}: {name} is {value}, more than {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.json_parts import parse_yaml
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.state_machine import draw_unit
@@ -204,17 +205,15 @@ def load_profile(name: str) -> Profile:
     Raises:
         ConfigError: the profile is missing or wrong; names the field.
     """
-    import yaml  # engine processes import this module, and read no profile
-
     bundled = _FOLDER / f"{name}{_SUFFIX}"
     path = bundled if name in bundled_profiles() else Path(name)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(bundled_profiles())
         raise ConfigError("engine", f"no profile {name!r}: neither bundled ({known}) nor a readable file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError("engine", f"profile {name} is no YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError("engine", f"profile {name} {error}") from error
     return Profile.from_mapping(data, name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from moonpool.base.checkpoint.weight_formats import (
     Mxfp4Format,
     ScaledFormat,
 )
+from moonpool.base.json_parts import parse_json
 from moonpool.engine.weights.base import Parts, WeightReader
 from moonpool.engine.weights.codes import FP4, packed_weight, scale_numbers, stored_scales
 from moonpool.engine.weights.packed import PackedWeight
@@ -195,7 +195,7 @@ class Bnb4BitReader(WeightReader):
         self._format = form
 
     def dense(self, parts: Parts) -> Tensor:
-        state = json.loads(bytes(parts["state"].tolist()))
+        state = parse_json(bytes(parts["state"].tolist()))
         stored, table = parts["values"].flatten(), parts["table"].float()
         values = torch.stack((table[(stored >> 4).long()], table[(stored & 15).long()]), dim=-1).flatten()
         shape = [int(size) for size in state["shape"]]
@@ -204,7 +204,7 @@ class Bnb4BitReader(WeightReader):
         return (values * scales[: len(values)]).view(shape)
 
     def packed(self, parts: Parts) -> PackedWeight | None:
-        state = json.loads(bytes(parts["state"].tolist()))
+        state = parse_json(bytes(parts["state"].tolist()))
         outputs, inputs = (int(size) for size in state["shape"])
         if inputs % int(state["blocksize"]):
             return None  # scales of runs that go on in the next row

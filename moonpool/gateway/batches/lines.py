@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moonpool.base.json_parts import parse_json
 from moonpool.gateway.batches.store import StoredLine
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
@@ -91,7 +92,7 @@ def _check(
     if len(text) > max_line_bytes:
         return wrong("line_too_long", f"a request has at most {max_line_bytes} bytes")
     try:
-        line = json.loads(text)
+        line = parse_json(text)
     except (ValueError, RecursionError):
         return wrong("invalid_json_line", "this line is not JSON")
     if not isinstance(line, dict):

@@ -14,6 +14,7 @@ from typing import Any
 from moonpool.base.ecma_regex import from_ecma
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar
+from moonpool.base.json_parts import parse_json
 from moonpool.base.json_schema import SchemaWordError
 
 STRUCTURAL_TAG = "structural_tag"
@@ -31,7 +32,7 @@ def tag_text(field: str, given: str | Mapping[str, Any]) -> str:
     """
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = parse_json(given)
         except (ValueError, RecursionError):
             raise InvalidRequest(field, "must be a JSON object, or one as text") from None
     if not isinstance(given, Mapping):
@@ -65,7 +66,7 @@ def tag_grammar(field: str, text: str, special_id: Callable[[str], int | None]) 
         InvalidRequest: a part is wrong or not supported; names the part below `field`.
     """
     writer = _TagWriter(AnswerGrammar(special_id), special_id)
-    return writer.grammar(writer.written(json.loads(text), f"{field}.format"))
+    return writer.grammar(writer.written(parse_json(text), f"{field}.format"))
 
 
 class _TagWriter:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moonpool.base.errors import InvalidRequest
+from moonpool.base.json_parts import parse_json
 from moonpool.base.json_schema import WHITESPACE, close_objects, ignored_words
 from moonpool.gateway.serving.body import Body, FailFastList, TextOr
 from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_text
@@ -183,7 +184,7 @@ def _choice_grammar(texts: Sequence[str]) -> str:
 
 def _parsed_schema(field: str, text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
+        schema = parse_json(text)
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):

@@ -33,6 +33,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from moonpool.base import world
 from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.json_parts import parse_json
 from moonpool.base.kv.blocks import MAX_TENANT_BYTES, BlockInfo
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.rpc.watched_files import WatchedFiles
@@ -125,7 +126,7 @@ def read_key_file(path: Path) -> dict[str, list[EncryptionKey]]:
             found = os.fstat(file.fileno())
             if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 raise ConfigError(SETTING, f"{path} must be this user's, and nobody else may read it: chmod 600 {path}")
-            return _parse_rows(json.loads(file.read()))
+            return _parse_rows(parse_json(file.read()))
     except OSError as error:
         raise ConfigError(SETTING, f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

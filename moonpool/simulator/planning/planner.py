@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.json_parts import parse_yaml
 from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import Profile, load_profile
 from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
@@ -76,12 +75,12 @@ def load_hardware(name: str) -> Hardware:
     """
     path = _FOLDER / f"{name}{_SUFFIX}" if name in bundled_hardware() else Path(name)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(bundled_hardware())
         raise ConfigError("hardware", f"no {name!r}: neither bundled ({known}) nor a readable file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError("hardware", f"{name} is no YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError("hardware", f"{name} {error}") from error
     return _hardware(data, name)
 
 

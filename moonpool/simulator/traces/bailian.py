@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from moonpool.base.json_parts import parse_json
 from moonpool.simulator.traces.mooncake import ChainIds, TraceError, TraceRequest, trace_line
 
 BLOCK_SIZE = 16
@@ -28,7 +29,7 @@ def read_bailian(path: Path) -> Iterator[TraceRequest]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 place = f"{path}, line {number}"
-                yield reader.request(json.loads(line))
+                yield reader.request(parse_json(line))
     except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
         raise TraceError(f"{place}: no request ({type(error).__name__}: {error})") from error
 

@@ -26,6 +26,7 @@ from typing import Any
 from blake3 import blake3
 
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.json_parts import parse_json
 from moonpool.base.sampling_params import MAX_CHOICES
 
 HEADERS = ("block_size", "block_tokens")
@@ -37,6 +38,10 @@ FIRST_TOKEN = 16
 FIELDS = ("input_length", "output_length", "hash_ids")
 REMEMBERED_IDS = 1 << 20
 """Ids with remembered predecessors, the oldest are forgotten: a contradiction within this many blocks is found."""
+
+
+MAX_PROMPT_TOKENS = 1 << 24
+"""Tokens of a prompt in a trace, at most."""
 
 
 class TraceError(MoonpoolError):
@@ -134,7 +139,7 @@ class Trace:
 
 def _header(line: str) -> Mapping[str, Any] | None:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
     except ValueError:
         return None
     return data if isinstance(data, dict) and len(data.keys() & set(HEADERS)) == 1 and "timestamp" not in data else None
@@ -214,7 +219,7 @@ class _Checker:
 
 def _object(line: str) -> Mapping[str, Any]:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(data, dict):
@@ -303,7 +308,13 @@ class ChainIds:
         self._known: dict[tuple[int, int], int] = {}  # our id, by our id before and the given id
 
     def chain(self, ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Our ids for a prompt's blocks. Blocks without an id, and a last block that is not full, are not shared."""
+        """Our ids for a prompt's blocks. Blocks without an id, and a last block that is not full, are not shared.
+
+        Raises:
+            ValueError: no model takes so many tokens.
+        """
+        if tokens > MAX_PROMPT_TOKENS:
+            raise ValueError(f"a prompt has at most {MAX_PROMPT_TOKENS} tokens, not {tokens}")
         chain: list[int] = []
         before = -1
         for place in range(-(-tokens // self._block_size)):

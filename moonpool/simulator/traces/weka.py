@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from moonpool.base.json_parts import parse_json
 from moonpool.simulator.traces.mooncake import ChainIds, TraceError, TraceRequest, trace_line
 
 
@@ -34,7 +35,7 @@ class WekaSessions:
             TraceError: the file cannot be read or is no session; names file and field.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(path.read_text(encoding="utf-8"))
             block_size = int(data["block_size"])
             if block_size < 1 or self.block_size not in (0, block_size):
                 raise TraceError(f"{path}: block_size is {block_size}, other files have {self.block_size}")
