@@ -4,6 +4,8 @@ A thousand questions over forty shared documents, in the order in which a user w
 document, then the next one. A pool holds few of the documents. Once the file is sent as a batch, whose lines run by
 whole chains of shared prefix; once its requests are sent in the order of arrival, as many at once. Told is the share of
 prompt tokens that were computed. Engines are emulated: the cache is real, the time is a profile's.
+
+With `--kill`, gateway and conductor are killed (SIGKILL) when a third of the batch is answered, and start again.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import httpx2
 
 from benchmarks.frame import Progress, Row, paired, run
 from moonpool.base.bundled import model_dir
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
 
 ENDPOINT = "/v1/chat/completions"
 CONCURRENCY = 16
@@ -63,8 +65,8 @@ def computed(usages: list[dict[str, Any]]) -> tuple[float, int]:
     return (sent - cached) / sent, sent
 
 
-def as_batch(running: LocalStack, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run the requests as a batch; return their usages."""
+def as_batch(running: LocalStack, requests: list[dict[str, Any]], *, kill: bool) -> list[dict[str, Any]]:
+    """Run the requests as a batch; return their usages. `kill`: gateway and conductor die on the way."""
     with httpx2.Client(base_url=f"http://{running.http_address}", timeout=600) as http:
         content = "".join(json.dumps(each) + "\n" for each in requests).encode()
         file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}).json()["id"]
@@ -73,13 +75,20 @@ def as_batch(running: LocalStack, requests: list[dict[str, Any]]) -> list[dict[s
         while batch["status"] not in ("completed", "failed"):
             time.sleep(LOOK_S)
             batch = http.get(f"/v1/batches/{batch['id']}").json()
+            if kill and batch["request_counts"]["completed"] >= len(requests) // 3:
+                kill = False
+                for service in (GATEWAY_ID, "conductor"):
+                    running.restart(service, kill=True)
         answers = http.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
     assert batch["request_counts"] == {"total": len(requests), "completed": len(requests), "failed": 0}, batch
-    return [json.loads(each)["response"]["body"]["usage"] for each in answers]
+    told = [json.loads(each) for each in answers]
+    assert [each["custom_id"] for each in told] == [each["custom_id"] for each in requests]
+    return [each["response"]["body"]["usage"] for each in told]
 
 
-def as_they_come(running: LocalStack, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Send the requests in their order, as many at once as a batch has; return their usages."""
+def as_they_come(running: LocalStack, requests: list[dict[str, Any]], *, kill: bool) -> list[dict[str, Any]]:
+    """Send the requests in their order, as many at once as a batch has; return their usages. Nothing is killed."""
+    assert not kill, "clients do not come back"
     waiting = iter(requests)
 
     async def client(http: httpx2.AsyncClient, usages: list[dict[str, Any]]) -> None:
@@ -104,7 +113,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
         for send in (as_batch, as_they_come):
             with stack(options) as running:
                 began = time.perf_counter()
-                share, sent = computed(send(running, requests))
+                share, sent = computed(send(running, requests, kill=options.kill and send is as_batch))
                 found.append((share, time.perf_counter() - began))
         (ours, seconds), (theirs, their_seconds) = found
         shares.append((ours, theirs))
@@ -128,6 +137,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--engine", default="emulated:llama-70b-a800")
     add("--time-scale", type=float, default=200.0, help="emulated seconds per second")
     add("--seed", type=int, default=1)
+    add("--kill", action="store_true", help="kill gateway and conductor in the midst of the batch")
 
 
 if __name__ == "__main__":

@@ -109,6 +109,29 @@ INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t co
     sums_beside<T, S>(x, (const T*)(p.weight + panel * p.bytes()), p.inputs, sums);
     for (int s = 0; s < S; s++) finish<T>(p, panel + s, 0, 1, sums + s * PANEL, r);
 }
+#if defined(MP_BF16) && !defined(MP_TILES)
+// Memory gives Intel's processors more by two panels side by side, and 1 KB ahead; AMD's want one, and 4 KB (docs/kernels.md).
+static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+enum { BESIDE_ROWS = 4, BESIDE_AHEAD = 1024 };
+// Sums [2][rows][PANEL] of up to M rows by two panels.
+template <int M>
+static __attribute__((noinline)) void rows_beside(int rows, const bf16* x, int64_t stride, const char* panel, int64_t bytes, int64_t K, float* out) {
+    if constexpr (M > 1) if (rows < M) return rows_beside<M - 1>(rows, x, stride, panel, bytes, K, out);
+    vf acc[2][M][VECTORS] = {};
+    for (int64_t k = 0; k < K; k += 2, panel += 4 * PANEL) {
+        vu left[M];
+        for (int i = 0; i < M; i++) left[i] = (vu)_mm512_set1_epi32(load_as<int32_t>(x + i * stride + k));
+        for (int s = 0; s < 2; s++) for (int j = 0; j < VECTORS; j++) {
+            const char* from = panel + s * bytes + 4 * j * W;
+            __builtin_prefetch(from + BESIDE_AHEAD, 0, 3);
+            vu weight = load_as<vu>(from);
+            for (int i = 0; i < M; i++) acc[s][i][j] = dot2(acc[s][i][j], weight, left[i]);
+        }
+    }
+    for (int s = 0; s < 2; s++) for (int i = 0; i < M; i++) for (int j = 0; j < VECTORS; j++)
+        store(out + (s * M + i) * PANEL + j * W, acc[s][i][j]);
+}
+#endif
 #if defined(MP_TILES)
 __attribute__((constructor)) static void permit_tiles() { ask_for_tiles(); }  // of programs that load this library by themselves
 template <class T> constexpr bool tiled() { return __is_same(T, bf16); }
@@ -218,6 +241,18 @@ static int walked_product(const Panels& p, const T* x, int64_t stride, int64_t r
     int64_t together = !widened<T>() ? t.blocks : shared > 1 ? shared : 1;
     int64_t most = panels * PANEL * K / 32768 + 1;
     if (most < threads) threads = (int)most;
+#if defined(MP_BF16) && !defined(MP_TILES)
+    if constexpr (paired<T>()) if (intel && rows <= BESIDE_ROWS) {
+        parallel_runs(panels, 2, threads, [&](int64_t task, int64_t count) {
+            int64_t panel = begin + task;
+            if (count == 1) return block_by_panel<T>(p, x, stride, t, 0, panel, r);
+            float sums[2 * BESIDE_ROWS * PANEL] __attribute__((aligned(64)));
+            rows_beside<BESIDE_ROWS>((int)rows, x, stride, p.weight + panel * p.bytes(), p.bytes(), K, sums);
+            for (int s = 0; s < 2; s++) finish<T>(p, panel + s, 0, (int)rows, sums + s * rows * PANEL, r);
+        });
+        return 0;
+    }
+#endif
     for (int64_t block = 0; block < t.blocks; block += together) {
         int64_t last = block + together < t.blocks ? block + together : t.blocks, first_row = t.block_row(block), s = stride;
         const Read<T>* from = readable<Read<T>>(x, s, first_row, t.block_row(last), K, room, threads);

@@ -1,5 +1,6 @@
 // Rows by a packed matrix in panels.
 #include "packed_walk.h"
+#include "tiles.h"
 #if defined(__SSE2__) && W == 4
 #include <emmintrin.h>
 #endif
@@ -266,6 +267,103 @@ static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t 
         packed_sums<M, NV, FORM, PART>(p, x, row, panel, from, ahead, out);
 }
 
+#if defined(MP_TILES)
+// ---- the same by tiles of AMX, 16 rows by 16 outputs ----
+// A chunk's sums leave their tile as whole numbers, while the next chunks are multiplied. So the bits are those of
+// `packed_sums`, and few rows, which were faster there, stay there.
+enum { TILED_ROWS = 16, TILED_SHAPE = 128 };  // the latter: a number of a shape, see shape_tiles
+
+// Tiles 0 and 1: sums of two chunks; 4 and 5: rows; 6 and 7: weights.
+INLINE TileConfig packed_shape(int rows) {
+    TileConfig c = {1};
+    for (int t = 0; t < 8; t++) c.rows[t] = t < 6 ? rows : CHUNK / 4, c.colsb[t] = t / 2 == 2 ? CHUNK : 64;
+    return c;
+}
+// A panel's chunks in their order.
+struct Chunks {
+    const Panels& p;
+    const char *at, *units, *scales;
+    int64_t groups = 0, chunks = 0;  // that are left, of this block and of this group
+    const uint8_t* next(int64_t bytes) {
+        if (!chunks) {
+            if (!groups) units = at, at += p.unit_bytes(), groups = p.block / p.group;
+            scales = at, at += PANEL * (p.scale_bytes + p.offset_bytes);
+            groups--, chunks = p.group / CHUNK;
+        }
+        chunks--, at += bytes;
+        return (const uint8_t*)at - bytes;
+    }
+};
+template <int FORM, bool FULL>  // FULL: 16 rows
+static void packed_by_tiles(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, Ahead ahead, float* out) {
+    constexpr int NV = 16 / W, BYTES_OF = PART_BYTES<FORM, CHUNK>;
+    const Number* numbers = x.numbers + row * x.inputs;
+    const Part* parts = x.parts + row * x.count;
+    const Codes table = FORM == TABLE ? table_of(p.table) : (Codes){};
+    alignas(64) int32_t whole[2][2][16][16];
+    alignas(64) uint8_t codes[2][CHUNK / 4][64];
+    ahead.pace /= 2;
+    shape_tiles(TILED_SHAPE + rows, [&] { return packed_shape(rows); });
+    for (int lane = 0; lane < PANEL; lane += 16) {
+        Chunks multiplied{p, panel, nullptr, nullptr}, added{p, panel, nullptr, nullptr};
+        vf total[16][NV] = {};
+        // Tiles of the chunk's weights: bytes as they lie, others by quads.
+        auto weights = [&](int i, const char*& from, int64_t& stride) __attribute__((always_inline)) {
+            const uint8_t* part = multiplied.next(BYTES_OF);
+            from = (const char*)part + 4 * lane, stride = 4 * PANEL;
+            if (FORM == BYTES) return;
+            for (int q = 0; q < CHUNK / 4; q++) for (int v = 0; v < NV; v++) {
+                Codes its = quad<FORM>(part, q, lane + v * W, table);
+                memcpy(codes[i][q] + 4 * v * W, &its, sizeof its);
+            }
+            from = (const char*)codes[i], stride = 64;
+        };
+        auto multiply = [&](int64_t chunk) __attribute__((always_inline)) {
+            const char* from;
+            int64_t stride;
+            auto& to = whole[chunk / 2 % 2];
+            weights(0, from, stride);
+            tile_zero<0>(), tile_load<4>(numbers + chunk * CHUNK, x.inputs), tile_load<6>(from, stride);
+            tile_bytes<0, 4, 6>(), tile_store<0>(to[0], 64);
+            if (chunk + 1 == x.count) return;
+            weights(1, from, stride);
+            tile_zero<1>(), tile_load<5>(numbers + (chunk + 1) * CHUNK, x.inputs), tile_load<7>(from, stride);
+            tile_bytes<1, 5, 7>(), tile_store<1>(to[1], 64);
+        };
+        multiply(0);
+        for (int64_t chunk = 0; chunk < x.count; chunk++) {
+            for (int64_t b = 0; b < ahead.pace; b += 64) __builtin_prefetch(ahead.at + b, 0, 2);
+            ahead.at += ahead.pace;
+            if (chunk % 2 == 0 && chunk + 2 < x.count) multiply(chunk + 2);
+            added.next(BYTES_OF);
+            const auto& sums = whole[chunk / 2 % 2][chunk % 2];
+            for (int v = 0; v < NV; v++) {
+                const f16* units = (const f16*)added.units + lane + v * W;
+                vf unit = p.scale_bytes == 1 ? widen(units) : (vf){}, offset = {};
+                vf scale = scales_at(added.scales, p.scale_bytes, lane + v * W, unit);
+                if (p.offset_bytes) {
+                    unit = p.offset_bytes == 1 ? widen(units + (p.scale_bytes == 1) * PANEL) : unit;
+                    offset = scales_at(added.scales + PANEL * p.scale_bytes, p.offset_bytes, lane + v * W, unit);
+                }
+                auto add = [&](int m) __attribute__((always_inline)) {
+                    const Part& its = parts[m * x.count + chunk];
+                    vi sum = load_as<vi>(sums[m] + v * W) - its.less;
+                    total[m][v] = fused(total[m][v], __builtin_convertvector(sum, vf), scale * its.scale);
+                    if (p.offset_bytes) total[m][v] = fused(total[m][v], offset, splat(its.sum));
+                };
+                if (FULL) {
+#pragma GCC unroll 16
+                    for (int m = 0; m < 16; m++) add(m);
+                } else {
+                    for (int m = 0; m < rows; m++) add(m);
+                }
+            }
+        }
+        for (int m = 0; m < rows; m++) for (int v = 0; v < NV; v++) store(out + m * PANEL + lane + v * W, total[m][v]);
+    }
+}
+#endif
+
 template <class T, int FORM, int PART>
 static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
     static thread_local Memory room;
@@ -274,10 +372,24 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
     packed.parts = (Part*)room.get(rows * (K * sizeof(Number) + packed.count * sizeof(Part)));
     if (!packed.parts) return 1;
     packed.numbers = (Number*)(packed.parts + rows * packed.count);
+#if defined(MP_TILES)
+    bool tiled = PART == CHUNK && rows >= TILED_ROWS;
+#else
+    constexpr bool tiled = false;
+#endif
     split(rows, worth(rows * K, threads), [&](int64_t row, int64_t end) {
         for (; row < end; row++)
-            quantise_row(x + row * stride, K, PART, p.zero - ZERO<FORM>, packed.numbers + row * K, packed.parts + row * packed.count);
+            quantise_row(x + row * stride, K, PART, p.zero - (tiled ? 0 : ZERO<FORM>), packed.numbers + row * K, packed.parts + row * packed.count);
     });
+#if defined(MP_TILES)
+    if constexpr (PART == CHUNK) if (tiled) {
+        walk_panels<T, TILED_ROWS, TILED_ROWS, TilesInUse>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
+            if (count == TILED_ROWS) packed_by_tiles<FORM, true>(p, count, packed, row, panel, ahead, sums);
+            else packed_by_tiles<FORM, false>(p, count, packed, row, panel, ahead, sums);
+        });
+        return 0;
+    }
+#endif
     walk_panels<T, PACKED_ROWS, PACKED_MANY>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
         packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, panel, ahead, sums);
     });

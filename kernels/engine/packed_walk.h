@@ -31,7 +31,9 @@ INLINE vf scales_at(const char* p, int bytes, int at, vf unit) {
 
 // All rows by the columns of the result, in one tile of at most MOST rows or several of at most MANY; of a row `row_bytes` are
 // read, and a panel has `parts` steps. tile(rows, first row, panel, ahead, sums) gives the sums of one panel, [rows, PANEL].
-template <class T, int MOST, int MANY, class Tile>
+// Each task of a thread has a Scope.
+struct NoScope { ~NoScope() {} };
+template <class T, int MOST, int MANY, class Scope = NoScope, class Tile>
 static void walk_panels(const Panels& p, int64_t rows, int64_t row_bytes, int64_t parts, const Result& r, int threads, const Tile& tile_of) {
     int64_t width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
     if (!rows || panels <= 0) return;
@@ -45,6 +47,7 @@ static void walk_panels(const Panels& p, int64_t rows, int64_t row_bytes, int64_
         int64_t panel = begin + task % panels, block = task / panels;
         float sums[MOST * PANEL] __attribute__((aligned(64)));
         const char* weight = p.weight + panel * p.bytes();
+        Scope scope;
         // Several tiles fetch the next panel together, a share each; a single tile fetches what comes soon.
         int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks, part = p.bytes() / parts;
         Ahead ahead = last - first > 1 ? Ahead{weight + p.bytes(), part / (last - first)}

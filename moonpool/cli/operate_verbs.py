@@ -33,6 +33,27 @@ def role(
     typer.echo(f"{instance} drains, and comes back as {kind}")
 
 
+@app.command(rich_help_panel=OPERATE)
+def drain(
+    instance: Annotated[str, typer.Argument(help="Id of an instance, as in `moonpool state`.")],
+    address: Address = "",
+    wait_s: Annotated[float, typer.Option(help="Seconds to wait until nothing runs there; 0 = do not wait.")] = 0.0,
+) -> None:
+    """Let an instance take nothing new before the instance is ended; what runs there ends or goes on elsewhere."""
+    from moonpool.cli.drain import drained
+    from moonpool.client import Client
+
+    with Client(addresses(address)) as client:
+        client.drain(instance)
+        if not wait_s:
+            typer.echo(f"{instance} drains")
+        elif drained(client, instance, wait_s):
+            typer.echo(f"{instance} has drained")
+        else:
+            typer.echo(f"{instance} has not drained within {wait_s:g} s", err=True)
+            raise typer.Exit(1)
+
+
 add_lazy_group(app, "keys", "keys", OPERATE, "API keys for clients over HTTP: make, list, revoke.")
 add_lazy_group(app, "certs", "certs", OPERATE, "A local certificate authority for TLS between services.")
 add_lazy_group(

@@ -136,6 +136,15 @@ class AsyncClient:
         """
         await self._query(translate.change_role(instance_id, kind), timeout_s)
 
+    async def drain(self, instance_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> None:
+        """Ask an instance to take nothing new. What runs there ends, or goes on elsewhere; does not wait for that.
+
+        Raises:
+            NotFound: no such instance has joined.
+            InvalidRequest: the instance is the last engine of its kind that takes requests.
+        """
+        await self._query(conductor_pb2.DrainInstanceRequest(instance_id=instance_id), timeout_s)
+
     async def load_lora_adapter(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout_s: float = LORA_TIMEOUT_S
     ) -> LoraInfo:
@@ -276,6 +285,7 @@ class Client(BlockingFacade[AsyncClient]):
     generate = blocking(AsyncClient.generate)
     cluster_state = blocking(AsyncClient.cluster_state)
     change_role = blocking(AsyncClient.change_role)
+    drain = blocking(AsyncClient.drain)
     load_lora_adapter = blocking(AsyncClient.load_lora_adapter)
     unload_lora_adapter = blocking(AsyncClient.unload_lora_adapter)
     explain = blocking(AsyncClient.explain)

@@ -138,6 +138,22 @@ class ClusterMembers:
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
         self._post(RoleChangeRequested(instance_id))
 
+    def drain(self, instance_id: str) -> None:
+        """Order an instance to take nothing new.
+
+        Raises:
+            NotFound: there is no such member.
+            InvalidRequest: the instance is the last engine of its kind; names the field.
+        """
+        member = self.registry.get(instance_id)
+        if member is None:
+            raise NotFound(f"no instance {instance_id!r} has joined")
+        others = self.registry.of_kind(member.kind)
+        if member.kind in ENGINES and not any(other is not member and not other.load.draining for other in others):
+            raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind that takes requests")
+        log.info("drain ordered", instance=instance_id)
+        self._send[instance_id](conductor_pb2.JoinResponse(drain=conductor_pb2.DrainOrder()))
+
     def order(self, action: InstanceOrder) -> None:
         """Order an instance to send a snapshot of keys, replicate a prefix or change roles; or tell it something.
 

@@ -234,6 +234,13 @@ class ConductorServicer:
         self.cluster.change_role(request.instance_id, request.kind)
         return conductor_pb2.ChangeRoleResponse()
 
+    async def DrainInstance(
+        self, request: conductor_pb2.DrainInstanceRequest, context: object
+    ) -> conductor_pb2.DrainInstanceResponse:
+        """Order an instance to take nothing new."""
+        self.cluster.drain(request.instance_id)
+        return conductor_pb2.DrainInstanceResponse()
+
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
     ) -> conductor_pb2.ClusterStateResponse:

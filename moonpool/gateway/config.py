@@ -146,6 +146,11 @@ class GatewayConfig(ServiceConfig):
     batch_concurrency: int = Field(
         16, ge=1, description="requests of batches that run at the same time; none begins while other requests wait"
     )
+    speculative_prefill: Literal["asked", "auto", "none"] = Field(
+        "asked",
+        description="when a chat's next turn is begun ahead, where the chat template leaves thinking out: asked: for "
+        "requests that ask for it; auto: also behind any answer with thinking, unless requests wait; none: never",
+    )
     max_background_responses: int = Field(
         64, ge=0, description="background responses of one tenant that may be under way at the same time"
     )

@@ -237,7 +237,7 @@ def gateway_context(
         cluster=cluster,
         tokenizer=tokenizer,
         builder=builder,
-        next_turns=NextTurns(client, builder, cluster),
+        next_turns=NextTurns(client, builder, cluster, config.speculative_prefill),
         responses=responses,
         pins=ResponsePins(client, config.response_pin_s),
         background=BackgroundResponses(config.max_background_responses, config.request_timeout_s),

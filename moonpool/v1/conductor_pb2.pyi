@@ -1798,6 +1798,45 @@ class ChangeRoleResponse(_message.Message):
 Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
+class DrainInstanceRequest(_message.Message):
+    """Asks for the drain of an instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Id of the instance."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainInstanceRequest: _TypeAlias = DrainInstanceRequest  # noqa: Y015
+
+@_typing.final
+class DrainInstanceResponse(_message.Message):
+    """The instance was told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainInstanceResponse: _TypeAlias = DrainInstanceResponse  # noqa: Y015
+
+@_typing.final
 class ReplicateOrder(_message.Message):
     """Fetch these blocks from a peer, because many prompts ask for them and those who hold them are busy. An instance that
     has no room to spare passes it over.

@@ -55,6 +55,11 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleResponse.FromString,
                 _registered_method=True)
+        self.DrainInstance = channel.unary_unary(
+                '/moonpool.v1.ConductorService/DrainInstance',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.DrainInstanceRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.DrainInstanceResponse.FromString,
+                _registered_method=True)
         self.ClusterState = channel.unary_unary(
                 '/moonpool.v1.ConductorService/ClusterState',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.ClusterStateRequest.SerializeToString,
@@ -144,6 +149,13 @@ class ConductorServiceServicer:
 
     def ChangeRole(self, request, context):
         """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainInstance(self, request, context):
+        """Lets an instance take nothing new; what runs there ends, or goes on elsewhere. The process stays until it is ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,6 +267,11 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     servicer.ChangeRole,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleResponse.SerializeToString,
+            ),
+            'DrainInstance': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainInstance,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.DrainInstanceRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.DrainInstanceResponse.SerializeToString,
             ),
             'ClusterState': grpc.unary_unary_rpc_method_handler(
                     servicer.ClusterState,
@@ -426,6 +443,33 @@ class ConductorService:
             '/moonpool.v1.ConductorService/ChangeRole',
             moonpool_dot_v1_dot_conductor__pb2.ChangeRoleRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.ChangeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainInstance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/DrainInstance',
+            moonpool_dot_v1_dot_conductor__pb2.DrainInstanceRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.DrainInstanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

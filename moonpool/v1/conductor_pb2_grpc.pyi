@@ -41,6 +41,8 @@ class ConductorServiceStub:
     """Tells how a request was placed and why."""
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ChangeRoleRequest, _conductor_pb2.ChangeRoleResponse]
     """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind."""
+    DrainInstance: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainInstanceRequest, _conductor_pb2.DrainInstanceResponse]
+    """Lets an instance take nothing new; what runs there ends, or goes on elsewhere. The process stays until it is ended."""
     ClusterState: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterStateRequest, _conductor_pb2.ClusterStateResponse]
     """Lists the instances the conductor knows."""
     CreateContext: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.CreateContextRequest, _conductor_pb2.CreateContextResponse]
@@ -79,6 +81,8 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """Tells how a request was placed and why."""
     ChangeRole: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ChangeRoleRequest, _conductor_pb2.ChangeRoleResponse]  # type: ignore[assignment]
     """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind."""
+    DrainInstance: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainInstanceRequest, _conductor_pb2.DrainInstanceResponse]  # type: ignore[assignment]
+    """Lets an instance take nothing new; what runs there ends, or goes on elsewhere. The process stays until it is ended."""
     ClusterState: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterStateRequest, _conductor_pb2.ClusterStateResponse]  # type: ignore[assignment]
     """Lists the instances the conductor knows."""
     CreateContext: _aio.UnaryUnaryMultiCallable[_conductor_pb2.CreateContextRequest, _conductor_pb2.CreateContextResponse]  # type: ignore[assignment]
@@ -138,6 +142,14 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ChangeRoleResponse, _abc.Awaitable[_conductor_pb2.ChangeRoleResponse]]:
         """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind."""
+
+    @_abc_1.abstractmethod
+    def DrainInstance(
+        self,
+        request: _conductor_pb2.DrainInstanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.DrainInstanceResponse, _abc.Awaitable[_conductor_pb2.DrainInstanceResponse]]:
+        """Lets an instance take nothing new; what runs there ends, or goes on elsewhere. The process stays until it is ended."""
 
     @_abc_1.abstractmethod
     def ClusterState(

@@ -1,8 +1,8 @@
 """`make clients`: programs that people use run against Moonpool's gateway; a cell that changes fails.
 
 Each program runs in an environment of its own, which is installed below `.clients` at pinned versions. SDKs talk with a
-served model, coding agents with a scripted one (`scripted.py`). What each program does is a cell of the table in
-docs/clients.md: a listed cell must work, and a cell that works must be listed.
+served model, coding agents with a scripted one (`scripted.py`), once for each family of `SPEAKS`. What each program
+does is a cell of the table in docs/clients.md: a listed cell must work, and a cell that works must be listed.
 
     python -m tests.clients                     run all programs
     python -m tests.clients openai_sdk codex_agent
@@ -31,6 +31,7 @@ from moonpool.base.bundled import model_dir
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client
+from tests.clients.scripted import SPEAKS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -177,10 +178,11 @@ def served_model(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def scripted_model(folder: Path) -> Iterator[tuple[str, str]]:
-    """A gateway in front of the scripted model, which edits a file in `folder`."""
-    ready = folder.parent / "ready"
+def scripted_model(folder: Path, family: str) -> Iterator[tuple[str, str]]:
+    """A gateway in front of the scripted model of a family, which edits a file in `folder`."""
+    ready = folder.parent / f"ready-{family}"
     command = [sys.executable, "-m", "tests.clients.scripted", "--ready", str(ready), "--folder", str(folder)]
+    command += ["--speaks", family]
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             until = time.monotonic() + READY_LIMIT_S
@@ -248,16 +250,19 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         edited = Path(scratch) / "edited"
         edited.mkdir()
-        servers: dict[bool, tuple[str, str]] = {}
+        servers: dict[str, tuple[str, str]] = {}
         for program in chosen:
             if reason := program.environment.install(folder):
                 skipped.append(program.name)
                 print(f"SKIPPED {program.name}: cannot be installed: {reason}", flush=True)
                 continue
-            if program.is_agent not in servers:
-                served = scripted_model(edited) if program.is_agent else served_model(Path(scratch) / "stack")
-                servers[program.is_agent] = stack.enter_context(served)
-            found = run(program, folder, servers[program.is_agent], edited)
+            found: dict[str, str] = {}
+            for family in SPEAKS if program.is_agent else ("",):
+                if family not in servers:
+                    served = scripted_model(edited, family) if family else served_model(Path(scratch) / "stack")
+                    servers[family] = stack.enter_context(served)
+                cells = run(program, folder, servers[family], edited)
+                found |= {f"{cell}_{family}" if family else cell: error for cell, error in cells.items()}
             worked[program.name] = [cell for cell, error in found.items() if not error]
             print(f"{program.name} {program.version}: {', '.join(worked[program.name]) or 'nothing'}", flush=True)
             changed += changed_cells(program.name, expected.get(program.name, ("", []))[1], found)

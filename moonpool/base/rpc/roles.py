@@ -38,6 +38,7 @@ _CONDUCTOR = {
     "Join": INSTANCES,
     "Explain": OPERATORS | {"gateway"},
     "ChangeRole": OPERATORS,
+    "DrainInstance": OPERATORS,
     "ClusterState": OPERATORS | {"gateway"},
     "CreateContext": CLIENTS,
     "UpdateContext": CLIENTS,

@@ -11,13 +11,18 @@ from typing import Any
 from moonpool.base.json_parts import parse_json
 from moonpool.gateway.batches.store import StoredLine
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
-"""Endpoints that a batch may be for; OpenAI's, and Anthropic's messages."""
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""Endpoints whose requests generate tokens: they have a priority, and their prompts can be announced."""
+ENDPOINTS = (*GENERATING, "/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank")
+"""Endpoints that a batch may be for: OpenAI's, Anthropic's messages, and those of models with a head."""
 MAX_LINES = 50_000
 """Requests in a batch, as at OpenAI."""
 MAX_ERRORS = 100
 """Errors that a batch names."""
-_PROMPT_FIELDS = ("instructions", "system", "tools", "messages", "prompt", "input")
+_PROMPT_FIELDS = (
+    *("instructions", "system", "tools", "messages", "prompt", "input"),
+    *("query", "queries", "text_1", "data_1", "documents", "text_2", "data_2"),
+)
 """Fields of a body that a prompt begins with, in the order in which templates render them."""
 
 

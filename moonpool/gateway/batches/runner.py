@@ -15,7 +15,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.scheduling.fair_share import MOST_PRIORITY
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.gateway.batches.in_process import InProcessClient, InProcessResponse
-from moonpool.gateway.batches.lines import MAX_ERRORS, prompt_chain, read_lines
+from moonpool.gateway.batches.lines import GENERATING, MAX_ERRORS, prompt_chain, read_lines
 from moonpool.gateway.batches.store import BatchStore, StoredBatch, StoredLine
 
 RETRIED = (408, 409, 425, 429, 502, 503)
@@ -171,7 +171,7 @@ class BatchRunner:
 
     async def _announce(self, batch: StoredBatch, request: dict[str, Any]) -> None:
         """Tell the pool of a prompt whose beginning is new, so that its KV comes nearer before the line runs."""
-        if batch.body["endpoint"] == "/v1/embeddings":
+        if batch.body["endpoint"] not in GENERATING:
             return
         line = {"url": batch.body["endpoint"], "body": request}
         body = json.dumps({"requests": [line], "within_s": ANNOUNCED_S}).encode()
@@ -179,7 +179,7 @@ class BatchRunner:
 
     async def _run_line(self, batch: StoredBatch, line: StoredLine) -> None:
         endpoint, request = batch.body["endpoint"], await self._request(batch, line)
-        if endpoint != "/v1/embeddings":
+        if endpoint in GENERATING:
             request = {"priority": MOST_PRIORITY, **request}
         body = json.dumps(request).encode()
         for tries, pause in enumerate(_pauses(), 1):

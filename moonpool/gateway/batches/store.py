@@ -7,6 +7,7 @@ committed before the next look at the line, so a gateway that was killed repeats
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import sqlite3
@@ -360,11 +361,16 @@ class BatchStore:
         )
 
     async def write_answers(self, batch: StoredBatch, *, is_error: bool) -> StoredFile | None:
-        """Write a batch's answers, or its errors, into a new file in the order of the input; None if there are none."""
+        """Write a batch's answers, or its errors, into a file in the order of the input; None if there are none.
+
+        The file's id follows from the batch's, so that a gateway that was killed before it noted the batch's end writes
+        the same file again.
+        """
         kind = "errors" if is_error else "output"
-        file_id = self.new_file_id()
+        file_id = f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
 
         def write() -> int:
+            self._db.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (batch.tenant, file_id))
             rows = self._db.execute(
                 "SELECT answer FROM lines WHERE batch = ? AND is_error = ? ORDER BY number", (batch.id, int(is_error))
             )

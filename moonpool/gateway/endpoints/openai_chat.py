@@ -113,8 +113,9 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
         if body.add_special_tokens:
             job.replace_prompts(token_ids)
     formatter = ChatFormatter(job.model_name, logprobs, options, parser)
-    if body.agent_hints.speculative_prefill and "messages" in job.prompts[0] and job.sampling.width == 1:
-        job.on_finished = lambda result: gateway.next_turns.begin(job, formatter.message(result), result)
+    if "messages" in job.prompts[0] and job.sampling.width == 1:
+        asked = body.agent_hints.speculative_prefill
+        job.on_finished = lambda result: gateway.next_turns.begin(job, formatter.message, result, asked=asked)
     return gateway.generate(job, formatter)
 
 

@@ -1,8 +1,8 @@
 """Computes what the next turn of a conversation begins with, while its client is away.
 
 An answer's full blocks are kept as they are. Where the chat template writes past turns in another way, for example
-without their thinking, the next prompt has other tokens from there on. A request that wants it gets these computed
-behind its answer, if no other request waits for a place.
+without their thinking, the next prompt has other tokens from there on. These are computed behind the answer, if no
+other request waits for a place: for requests that ask, or by a setting behind every answer with thinking.
 
 What a next prompt has before the client's own text is found by two prompts with different texts: their common prefix.
 """
@@ -10,7 +10,7 @@ What a next prompt has before the client's own text is found by two prompts with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ MAX_WAITING = 256
 """Turns that are computed ahead at a time; further ones are left out."""
 PROBES = "1", "Two"
 """Two texts of a client that have no common beginning."""
+
+When = Literal["asked", "auto", "none"]
 
 PROMPT_ARGUMENTS: Sequence[Literal["tools", "chat_template_kwargs", "continue_final_message", "session", "slo"]] = (
     "tools",
@@ -49,24 +51,38 @@ class NextTurns:
         client: the conductor's.
         builder: writes messages as tokens.
         cluster: says whether requests wait.
+        when: for requests that ask, also for others that have an answer with thinking, or never.
     """
 
-    def __init__(self, client: AsyncClient, builder: RequestBuilder, cluster: ClusterStateCache) -> None:
-        self._client, self._builder, self._cluster = client, builder, cluster
+    def __init__(self, client: AsyncClient, builder: RequestBuilder, cluster: ClusterStateCache, when: When) -> None:
+        self._client, self._builder, self._cluster, self._when = client, builder, cluster, when
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their begin
         self.tokens = 0
         """Tokens that were computed ahead so far, and would not have been there."""
 
-    def begin(self, job: GenerationJob, answer: Message, result: GenerateResult) -> None:
-        """Compute behind an answer what the next turn begins with.
+    def begin(
+        self,
+        job: GenerationJob,
+        message: Callable[[GenerateResult], Message],
+        result: GenerateResult,
+        *,
+        asked: bool | None,
+    ) -> None:
+        """Compute behind an answer what the next turn begins with, if the request asked for it or the setting says so.
 
         Args:
             job: one conversation that was answered once.
-            answer: the assistant's message, as the client will send it back.
+            message: returns the assistant's message, as the client will send it back.
             result: what was generated.
+            asked: what the request says; None = nothing.
         """
-        if len(self._tasks) < MAX_WAITING:
-            task = asyncio.create_task(self._compute(job, answer, result))
+        if self._when == "none" or (not asked and (self._when == "asked" or asked is False)):
+            return
+        if len(self._tasks) >= MAX_WAITING:
+            return
+        answer = message(result)
+        if asked or answer.get("reasoning_content"):  # else the template has nothing to leave out
+            task = asyncio.create_task(self._compute(job, answer, result, charged=bool(asked)))
             self._tasks[task] = None
             task.add_done_callback(self._tasks.pop)
 
@@ -81,7 +97,7 @@ class NextTurns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _compute(self, job: GenerationJob, answer: Message, result: GenerateResult) -> None:
+    async def _compute(self, job: GenerationJob, answer: Message, result: GenerateResult, *, charged: bool) -> None:
         try:
             queue = (await self._cluster.state()).queue
             if queue.for_limits + queue.for_room:
@@ -97,7 +113,8 @@ class NextTurns:
             for name in PROMPT_ARGUMENTS:
                 asked.pop(name, None)
             asked["sampling"] = SamplingParams(max_tokens=1, temperature=0.0)
-            job.budget.charge_work(new)
+            if charged:
+                job.budget.charge_work(new)
             await self._client.generate(**asked)
             self.tokens += new
         except MoonpoolError as error:

@@ -197,6 +197,7 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "conductor.UpdateSession": (INVALID, "session.id"),
     "conductor.AnnouncePrompts": (CODES.OK, ""),
     "conductor.ChangeRole": (INVALID, "kind"),
+    "conductor.DrainInstance": (CODES.NOT_FOUND, ""),
     "conductor.ConductorStats": (CODES.OK, ""),
     "conductor.LoadLoraAdapter": (INVALID, "lora_name"),
     "conductor.UnloadLoraAdapter": (CODES.NOT_FOUND, ""),

@@ -132,6 +132,8 @@ def test_what_is_not_built_is_named_with_its_place(inner: dict[str, Any], says: 
         ({"enum": [2**53, -(2**53) + 1]}, [2**53, -(2**53) + 1], [2**53 + 1, -(2**53)]),
         ({"type": "integer", "minimum": 0, "maximum": 10**18}, [10**18, 10**18 - 1], [10**18 + 1]),
         ({"type": "integer", "exclusiveMaximum": 2**53 - 1}, [2**53 - 2], [2**53 - 1]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, [2**63 - 1, 2**63 - 2, 0], [2**63, -1, 2**64]),
+        ({"type": "integer", "maximum": 2**63 - 1}, [2**63 - 1, -BIG], [2**63]),
         ({"type": "integer"}, [BIG, 2**70], ["1.5"]),
     ],
     ids=str,

@@ -39,6 +39,7 @@ COVERED = {
     "ConductorStats": "stats",
     "DeleteKV": "delete_kv",
     "ChangeRole": "change_role",
+    "DrainInstance": "drain",
     "UpdateSession": "update_session",
     "AnnouncePrompts": "announce",
     "LoadLoraAdapter": "load_lora_adapter",

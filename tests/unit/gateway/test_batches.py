@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.gateway import service
 from moonpool.gateway.batches import runner as running
 from moonpool.gateway.batches.lines import read_lines
-from moonpool.gateway.batches.store import BatchStore, StoredLine
+from moonpool.gateway.batches.store import BatchStore, Status, StoredBatch, StoredLine
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import ready, settings
@@ -62,8 +63,8 @@ async def upload(http: httpx2.AsyncClient, content: bytes, **headers: str) -> st
     return str(told["id"])
 
 
-async def start(http: httpx2.AsyncClient, file: str, **headers: str) -> str:
-    body = {"input_file_id": file, "endpoint": ENDPOINT, "completion_window": "24h", "metadata": {"a": "b"}}
+async def start(http: httpx2.AsyncClient, file: str, endpoint: str = ENDPOINT, **headers: str) -> str:
+    body = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h", "metadata": {"a": "b"}}
     made = await http.post("/v1/batches", json=body, headers=headers)
     assert made.status_code == 200, made.text
     assert made.json()["status"] == "validating"
@@ -270,6 +271,53 @@ async def test_a_new_gateway_goes_on_where_the_last_one_ended(tmp_path: Path, mo
         assert [each["custom_id"] for each in await answers(http, told["output_file_id"])] == list("abcd")
     assert prompts_of(first.requests)[:2] == ["a", "b"]
     assert prompts_of(second.requests) == ["c", "d"]
+
+
+async def test_a_gateway_that_ends_before_it_notes_a_batchs_end_leaves_no_second_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, failing = BatchStore.change, [True]
+
+    async def changed(store: BatchStore, batch: StoredBatch, status: Status, **fields: Any) -> StoredBatch:
+        if status == "completed" and failing:
+            failing.pop()
+            raise Unavailable("killed")
+        return await change(store, batch, status, **fields)
+
+    monkeypatch.setattr(BatchStore, "change", changed)
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        told = await ended(http, await start(http, await upload(http, jsonl(line("a", "x")))))
+        assert not failing
+        assert len(await answers(http, told["output_file_id"])) == 1
+        purposes = [each["purpose"] for each in (await http.get("/v1/files")).json()["data"]]
+        assert sorted(purposes) == ["batch", "batch_output"]
+
+
+async def test_batches_of_models_without_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their requests have no priority and are not announced; lines with a common text follow each other."""
+
+    def script(request: pb.GenerateRequest) -> Script:
+        placed, *rest = answer((1,), prompt_tokens=3)
+        values = pb.PromptEmbedding(values=struct.pack("<2f", 1.0, float(len(request.text))))
+        return [placed, pb.GenerateResponse(embedding=values), *rest]
+
+    fake = ready(FakeConductor(script))
+    pairs = [("a" * 300, "x"), ("b" * 300, "x"), ("a" * 300, "y")]
+    bodies = {
+        "/v1/rerank": [{"query": first, "documents": [second]} for first, second in pairs],
+        "/v1/score": [{"text_1": first, "text_2": second} for first, second in pairs],
+    }
+    async with gateway(tmp_path, fake, monkeypatch, batch_concurrency=1) as http:
+        for url, each in bodies.items():
+            fake.requests.clear()
+            lines = [line(str(number), "", url=url, body=body) for number, body in enumerate(each)]
+            told = await ended(http, await start(http, await upload(http, jsonl(*lines)), url))
+            assert told["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+            assert [each["custom_id"] for each in await answers(http, told["output_file_id"])] == ["0", "1", "2"]
+            asked = [request.text[0] for request in fake.requests if len(request.text) > 1]
+            assert asked == ["a", "a", "b"]
+            assert not any(request.priority for request in fake.requests)
 
 
 async def test_a_batch_is_cancelled_or_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

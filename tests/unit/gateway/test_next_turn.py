@@ -9,6 +9,7 @@ import tokenizers
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway.serving.next_turn import When
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, answering
@@ -45,10 +46,10 @@ def says(text: str, template: str) -> FakeConductor:
     return FakeConductor(script)
 
 
-async def ahead(template: str, text: str, **body: Any) -> tuple[str, pb.GenerateRequest | None]:
+async def ahead(template: str, text: str, when: When = "asked", **body: Any) -> tuple[str, pb.GenerateRequest | None]:
     """What was computed ahead behind an answer, as text and as the request; "" = nothing."""
     fake = says(text, template)
-    async with answering(fake, texts(template)) as gateway:
+    async with answering(fake, texts(template), speculative_prefill=when) as gateway:
         fake.state.model.max_tokens = 4096
         assert (await gateway.http.post(CHAT, json={"messages": ASK, **HINT, **body})).status_code == 200
         await gateway.next_turns.settle()
@@ -79,6 +80,16 @@ async def test_an_answer_that_the_next_prompt_has_without_its_thinking(*, stream
 )
 async def test_nothing_is_computed_ahead_where_it_would_be_there(template: str, text: str, body: Any) -> None:
     assert await ahead(template, text, **body) == ("", None)
+
+
+@pytest.mark.parametrize("hint", [None, True, False])
+@pytest.mark.parametrize("when", ["asked", "auto", "none"])
+async def test_the_setting_says_when_a_turn_is_begun_ahead(when: When, hint: bool | None) -> None:
+    """With `auto` also behind answers with thinking of requests that say nothing."""
+    wanted = {"asked": hint is True, "auto": hint is not False, "none": False}[when]
+    nvext = {"nvext": {"agent_hints": {} if hint is None else {"speculative_prefill": hint}}}
+    assert bool((await ahead(FORGETS, f"<think>Hm.</think>{SAID}", when, **nvext))[0]) == wanted
+    assert await ahead(FORGETS, SAID, when, **nvext) == ("", None)
 
 
 async def test_nothing_is_computed_ahead_while_requests_wait() -> None:

@@ -24,7 +24,7 @@ int main(int, char** argv) {
     const Kind kinds[] = {{4, 32, 8, 0, WHOLE}, {4, 16, 0, 1, WHOLE}, {4, 128, 0, 1, WHOLE}, {5, 32, 16, 0, WHOLE}, {6, 16, 32, 0, WHOLE},
                           {6, 32, 0, 1, WHOLE}, {8, 32, 128, 0, WHOLE}, {8, 16, 128, 1, WHOLE}, {8, 64, 7, 0, WHOLE}, {4, 32, 128, 0, BYTE_TABLE},
                           {4, 64, 0, 0, FLOAT_TABLE}, {8, 128, 0, 0, FLOAT_E4M3}, {8, 16, 0, 0, FLOAT_E5M2}};
-    const int64_t outputs = 70, inputs = 384, most = 19;
+    const int64_t outputs = 70, inputs = 384, most = 40;
     for (const Kind& kind : kinds) {
         int64_t groups = inputs / kind.group, stored = kind.bits == 4 ? inputs / 2 : inputs;
         std::vector<uint8_t> codes(outputs * stored);
@@ -42,7 +42,7 @@ int main(int, char** argv) {
         p.weight = (const char*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
         PackedMatrix from{codes.data(), (const char*)scales.data(), (const char*)offsets.data(), nullptr, nullptr};
         arrange(&p, &from, 1);
-        for (int64_t rows : {1, 2, 5, 8, 14, 19}) {
+        for (int64_t rows : {1, 2, 5, 8, 14, 16, 19, 40}) {
             if (product(&p, x.data(), inputs, rows, out.data(), PLAIN, 1)) return 3;
             uint64_t found = 14695981039346656037ull;
             for (int64_t i = 0; i < rows * outputs; i++) {

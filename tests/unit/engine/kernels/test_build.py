@@ -269,8 +269,10 @@ def test_a_kernel_without_tiles_refuses() -> None:
     assert build.tiles_permitted() == ("amx_tile" in build.listed_flags())
 
 
-@pytest.mark.parametrize("name", ["multiply", "prefill"])
-def test_kernels_compile_for_tiles(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "product"), [("multiply", "tdpbf16ps"), ("prefill", "tdpbf16ps"), ("packed", "tdpbsud")]
+)
+def test_kernels_compile_for_tiles(name: str, product: str, tmp_path: Path) -> None:
     """On every x86-64 machine; they run where the processor has AMX."""
     if platform.machine() != "x86_64":
         pytest.skip("needs a compiler for x86-64")
@@ -278,7 +280,7 @@ def test_kernels_compile_for_tiles(name: str, tmp_path: Path) -> None:
     options = [*build.flags("avx512-bf16-amx"), "-O1", "-c", str(build.SOURCES / f"{name}.cpp")]
     subprocess.run([build.compiler(), *options, "-o", str(made)], check=True)
     listed = subprocess.run(["objdump", "-d", str(made)], capture_output=True, text=True, check=True).stdout
-    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+    for instruction in ("ldtilecfg", "tileloadd", product, "tilestored", "tilerelease"):
         assert instruction in listed
 
 

@@ -27,6 +27,7 @@ PROCESSORS = ("cortex-a53", "max")
 PRODUCTS = ("packed", "packed_floats", "multiply", "panels", "team", "cpu_sharing")
 #: AVX-VNNI's product of bytes is also one of AVX-512's, in other instruction codes.
 AVX_VNNI = ("-mavx512f", "-mavx512vl", "-mavx512vnni", "-D__AVXVNNI__=1")
+TILE_MODEL = ("-DMP_TILE_MODEL=1",)
 HERE = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()]
 
 TIMEOUT_S = 600
@@ -109,6 +110,8 @@ def test_packed_products_have_the_same_bits_on_every_processor(tmp_path: Path) -
     found = {target: sums_of(build.compiler(), target, tmp_path) for target in here}
     if "avx512-vnni" in found and "avx2-vnni" not in found:
         found["avx2-vnni"] = sums_of(build.compiler(), "avx2-vnni", tmp_path, options=AVX_VNNI)
+    if "avx2" in here:
+        found["tiles"] = sums_of(build.compiler(), "avx2", tmp_path, options=TILE_MODEL)
     emulator = next((name for name in EMULATORS if shutil.which(name)), None)
     if shutil.which(CROSS) and emulator:
         options = (emulator, "-L", cross_root(), "-cpu", "max")

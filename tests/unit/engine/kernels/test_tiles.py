@@ -9,10 +9,12 @@ import torch
 
 from moonpool.base.native import build
 from moonpool.engine.kernels.native.library import Library
-from tests.examples import pairs
+from tests.examples import each, pairs
 from tests.unit.engine.kernels.cases import make
 from tests.unit.engine.kernels.test_arranged_weights import arranged, check
 from tests.unit.engine.kernels.test_kv_quantization import attended
+from tests.unit.engine.kernels.test_packed_products import KINDS, Kind, exactly, packed, rows
+from tests.unit.engine.kernels.test_packed_products import arranged as arranged_packed
 from tests.unit.engine.kernels.tile_model import tile_model
 
 __all__ = ["tile_model"]
@@ -51,6 +53,21 @@ def test_blocks_of_rows(tile_model: Library) -> None:
     """A block has 512 rows at most; of one panel each of two threads has a block of its own."""
     torch.set_num_threads(2)
     check(520, 64, 20, bias=False, gated=False, dtype=torch.bfloat16, counts=(511, 512, 513))
+
+
+BYTES = [kind for kind in KINDS if not kind.floats and kind.group == 32] + [Kind(8, 640, offsets=True)]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), each(BYTES, [torch.float32, torch.bfloat16]))
+def test_packed_weights_have_the_bits_of_the_formula(kind: Kind, dtype: torch.dtype, tile_model: Library) -> None:
+    """From 16 rows on through tiles; 17 are 8 and 9. Chunks are 20 and, of 640, five pairs of four."""
+    weight, x = (
+        packed(70, 1280 if kind.group == 640 else 640, kind),
+        rows(40, 1280 if kind.group == 640 else 640, dtype),
+    )
+    panels, want = arranged_packed(weight, dtype), exactly(x, weight)
+    for count in (15, 16, 17, 33, 40):
+        assert torch.equal(panels.product(x[:count]), want[:count]), f"{count} rows"
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), pairs([16, 64, 80, 96, 128], [4, 7]))
@@ -95,8 +112,8 @@ def test_the_processor_has_the_bits_of_the_model(tile_model: Library) -> None:
     for inputs, size in itertools.product((50, 64, 530, 576), (1.0, 1e-19, 1e-20)):
         weight, x = ((torch.randn(n, inputs, generator=generator) * size).bfloat16() for n in (96, 70))
         panels = arranged(weight)
-        for rows in (1, 7, 16, 33, 70):
-            found = [torch.empty(rows, 96) for _ in range(2)]
+        for count in (1, 7, 16, 33, 70):
+            found = [torch.empty(count, 96) for _ in range(2)]
             for native, out in zip((tile_model, processor), found, strict=True):
-                native.product(panels.structure, x[:rows], out, WIDE)
-            assert torch.equal(*(out.view(torch.int32) for out in found)), (inputs, size, rows)
+                native.product(panels.structure, x[:count], out, WIDE)
+            assert torch.equal(*(out.view(torch.int32) for out in found)), (inputs, size, count)

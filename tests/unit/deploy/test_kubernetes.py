@@ -1,0 +1,190 @@
+"""The manifests of deploy/kubernetes start services with settings that exist, at ports and paths that answer."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from moonpool.base.config import SERVICE_MODULES, ServiceConfig, config_class, parse_address
+from tests.unit.deploy.compose import ROOT
+
+FOLDER = ROOT / "deploy/kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+POD = {"metadata.name": "moonpool-x-0", "status.podIP": "10.0.0.7"}
+METRICS_PATHS = ("/livez", "/readyz")
+Manifest = dict[str, Any]
+
+
+@functools.cache
+def manifests(overlay: str) -> tuple[Manifest, ...]:
+    """All objects of an overlay, as kubectl would apply them."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    command = [kubectl, "kustomize", str(FOLDER / "overlays" / overlay)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return tuple(yaml.safe_load_all(found.stdout))
+
+
+def templates(manifest: Manifest) -> Iterator[Manifest]:
+    """The pod templates of an object."""
+    match manifest["kind"]:
+        case "Deployment" | "StatefulSet":
+            yield manifest["spec"]["template"]
+        case "DisaggregatedSet":
+            for role in manifest["spec"]["roles"]:
+                yield role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def pods(overlay: str) -> list[Manifest]:
+    """All pod templates of an overlay."""
+    return [template for manifest in manifests(overlay) for template in templates(manifest)]
+
+
+def containers(overlay: str) -> list[tuple[Manifest, Manifest]]:
+    """Each container of Moonpool's images, with the pod."""
+    found = [(pod, container) for pod in pods(overlay) for container in pod["spec"]["containers"]]
+    return [(pod, container) for pod, container in found if container["image"].startswith("moonpool-")]
+
+
+def environment(overlay: str, container: Manifest) -> dict[str, str]:
+    """The variables that a container would have."""
+    maps = {item["metadata"]["name"]: item["data"] for item in manifests(overlay) if item["kind"] == "ConfigMap"}
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        found |= maps[source["configMapRef"]["name"]]
+    for variable in container.get("env", ()):
+        origin = variable.get("valueFrom", {})
+        value = POD[origin["fieldRef"]["fieldPath"]] if "fieldRef" in origin else variable["value"]
+        found[variable["name"]] = expanded(value, found)
+    return found
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """The text with `$(NAME)` replaced, as Kubernetes does."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)
+
+
+def settings(overlay: str, container: Manifest) -> ServiceConfig:
+    """The settings that a container's service would run with.
+
+    Raises:
+        ConfigError: the service would refuse to start.
+    """
+    variables = environment(overlay, container)
+    kind, *arguments = [expanded(argument, variables) for argument in container["args"]]
+    if kind == "adapter":
+        arguments = ["--set", f"kind={arguments[0]}", *arguments[1:]]
+    with patch.dict(os.environ, variables, clear=True):
+        return config_class(kind).load(arguments)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_services_start_with_settings_that_exist_and_listen_at_their_ports(overlay: str) -> None:
+    found = containers(overlay)
+    assert {container["args"][0] for _, container in found} >= {"conductor", "gateway", "kvstore"}
+    for _, container in found:
+        config = settings(overlay, container)
+        ports = {port["containerPort"]: port["name"] for port in container["ports"]}
+        assert ports[parse_address(config.listen)[1]] in ("grpc", "http")
+        assert ports[parse_address(config.metrics_listen)[1]] == "metrics"
+        if picker := getattr(config, "picker_listen", ""):
+            assert ports[parse_address(picker)[1]] == "picker"
+        assert config.id == POD["metadata.name"]
+        assert config.advertised(1).split(":")[0] != "0.0.0.0"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_ask_what_answers_and_a_drain_ends_before_the_pod(overlay: str) -> None:
+    for pod, container in containers(overlay):
+        names = {port["name"] for port in container["ports"]}
+        probes = [container[name]["httpGet"] for name in container if name.endswith("Probe")]
+        assert probes
+        for probe in probes:
+            allowed = METRICS_PATHS if probe["port"] == "metrics" else ("/health",)
+            assert probe["path"] in allowed
+            assert probe["port"] in names
+        assert pod["spec"]["terminationGracePeriodSeconds"] > settings(overlay, container).drain_s + 5
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_find_pods_and_ports(overlay: str) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(overlay)]
+    ports = {port["name"] for pod in pods(overlay) for item in pod["spec"]["containers"] for port in item["ports"]}
+    for manifest in manifests(overlay):
+        spec = manifest.get("spec", {})
+        wanted = {
+            "Service": lambda spec=spec: spec["selector"],
+            "PodDisruptionBudget": lambda spec=spec: spec["selector"]["matchLabels"],
+            "Deployment": lambda spec=spec: spec["selector"]["matchLabels"],
+            "StatefulSet": lambda spec=spec: spec["selector"]["matchLabels"],
+            "InferencePool": lambda spec=spec: spec["selector"]["matchLabels"],
+            "PodMonitor": lambda spec=spec: spec["selector"]["matchLabels"],
+        }.get(manifest["kind"])
+        if wanted is not None:
+            assert any(wanted().items() <= found.items() for found in labels), manifest["metadata"]["name"]
+        if manifest["kind"] == "Service":
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+    assert all(found["app.kubernetes.io/part-of"] == "moonpool" for found in labels)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_conductor_is_joined_by_its_name(overlay: str) -> None:
+    (conductors,) = [item for item in manifests(overlay) if item["metadata"]["name"] == "moonpool-conductor"
+                     and item["kind"] == "StatefulSet"]  # fmt: skip
+    (data,) = [item["data"] for item in manifests(overlay) if item["kind"] == "ConfigMap"]
+    service = conductors["spec"]["serviceName"]
+    names = [f"moonpool-conductor-{number}.{service}:50051" for number in range(conductors["spec"]["replicas"])]
+    assert data["MOONPOOL_CONDUCTOR"].split(",") == names
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_a_pod_mounts_exists(overlay: str) -> None:
+    claims = {item["metadata"]["name"] for item in manifests(overlay) if item["kind"] == "PersistentVolumeClaim"}
+    secrets = {item["spec"]["secretName"] for item in manifests(overlay) if item["kind"] == "Certificate"}
+    for manifest in manifests(overlay):
+        templated = {claim["metadata"]["name"] for claim in manifest.get("spec", {}).get("volumeClaimTemplates", ())}
+        for pod in templates(manifest):
+            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+            for container in pod["spec"]["containers"]:
+                assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys() | templated
+            for volume in volumes.values():
+                if "persistentVolumeClaim" in volume:
+                    assert volume["persistentVolumeClaim"]["claimName"] in claims
+                if "secret" in volume:
+                    assert volume["secret"]["secretName"] in secrets
+
+
+def test_certificates_name_the_role_that_shows_them() -> None:
+    roles = {
+        item["spec"]["secretName"]: item["spec"]["uris"]
+        for item in manifests("tls")
+        if item["kind"] == "Certificate" and "uris" in item["spec"]
+    }
+    for pod, container in containers("tls"):
+        (secret,) = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+        assert roles[secret] == [f"moonpool:role:{container['args'][0]}"]
+        config = settings("tls", container)
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert str(config.tls_cert).startswith(mounts["tls"])
+
+
+def test_engines_of_the_nvidia_overlay_have_a_gpu() -> None:
+    engines = [container for _, container in containers("nvidia") if container["args"][0] in ("prefill", "decode")]
+    assert len(engines) == 2
+    for container in engines:
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert getattr(settings("nvidia", container), "device") == "cuda"  # noqa: B009
+
+
+def test_every_command_is_a_service() -> None:
+    kinds = {container["args"][0] for overlay in OVERLAYS for _, container in containers(overlay)}
+    assert kinds <= SERVICE_MODULES.keys()
