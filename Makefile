@@ -13,15 +13,12 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak dist clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
-setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB), at pinned versions
-
-# No --quiet: pip tells what it fetches. No --compile: Python compiles the modules that are used.
-PIP = $(BIN)/python -P -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB; 5 with CUDA), at pinned versions
 
 # Without Moonpool's own base, and without torch, which a machine with a GPU has already: pip takes it by constraints.txt, and hatchling to install Moonpool.
 lock:  ## write requirements.lock and requirements-light.lock (without engines): packages with hashes, by constraints.txt
@@ -34,16 +31,14 @@ LOCK = $(BIN)/uv pip compile pyproject.toml packages/moonpool-base/pyproject.tom
 
 $(STAMP): pyproject.toml packages/moonpool-base/pyproject.toml constraints.txt requirements.lock
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes --no-deps -r requirements.lock
-	$(PIP) -e packages/moonpool-base -e '.[engine]'
-	$(BIN)/python -P -m moonpool.base.native.build || true
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -P tools/install.py serve
 	@touch $@
 
 dev: $(DEV_STAMP)  ## add to .venv what tests, lint and benchmarks need
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) -e packages/moonpool-base -e '.[engine,dev]'
+	@$(BIN)/python -P tools/install.py dev
 	@touch $@
 
 # What is used is compiled once, also where the environment says otherwise.
@@ -139,6 +134,9 @@ load: $(DEV_STAMP)  ## load each service alone, for some seconds
 
 soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS=120 for less, MODEL= for another model
 	$(BIN)/python -m tests.load.soak --seconds $(SOAK_SECONDS) $(if $(MODEL),--model $(MODEL))
+
+dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and try them in an empty environment (docs/install.md)
+	$(BIN)/python -m tools.dist --try $(or $(MODEL),smollm2)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .clients .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -65,10 +65,10 @@ def first_token_s(http: httpx2.Client, messages: list[dict[str, Any]]) -> float:
     began = time.perf_counter()
     body = {"messages": messages, "max_tokens": 1, "stream": True, "temperature": 0, "ignore_eos": True}
     with http.stream("POST", ENDPOINT, json=body) as response:
-        response.raise_for_status()
-        next(line for line in response.iter_lines() if line.startswith("data: "))
+        lines = response.raise_for_status().iter_lines()
+        next(line for line in lines if line.startswith("data: "))
         seconds = time.perf_counter() - began
-        for _ in response.iter_lines():
+        for _ in lines:
             pass
     return seconds
 

@@ -4,6 +4,7 @@
 sees that none is left out. An editable install holds no file: the repository itself is imported.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ SOURCES = {
 """Distribution -> what it has of `moonpool/`; the distribution `moonpool` has the rest."""
 KERNELS = {"moonpool": "engine", "moonpool-base": "kv"}
 """Distribution -> folder of C++ sources in `kernels/`."""
+PREBUILT, TAG = "MOONPOOL_WHEEL_KERNELS", "MOONPOOL_WHEEL_TAG"
+"""Variables that `tools/dist.py` sets for a platform wheel: folder with libraries by folder of sources, and the wheel's
+tag. Without them a wheel fits every machine, and compiles native code where it is first used (ADR 88)."""
 
 
 class Contents(BuildHookInterface):  # type: ignore[type-arg]
@@ -30,3 +34,8 @@ class Contents(BuildHookInterface):  # type: ignore[type-arg]
         if name in KERNELS:
             held[f"kernels/{KERNELS[name]}"] = f"moonpool/kernels/{KERNELS[name]}"
         build_data["force_include"].update({str(REPOSITORY / path): inside for path, inside in held.items()})
+        prebuilt = os.environ.get(PREBUILT)
+        if prebuilt and name in KERNELS:
+            libraries = Path(prebuilt) / KERNELS[name]
+            build_data["force_include"][str(libraries)] = f"moonpool/kernels/{KERNELS[name]}/prebuilt"
+            build_data.update(pure_python=False, tag=os.environ[TAG])

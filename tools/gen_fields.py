@@ -10,6 +10,7 @@ from moonpool.gateway.endpoints.classify import ClassifyBody
 from moonpool.gateway.endpoints.dashboard import MarkdownBody
 from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
 from moonpool.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
+from moonpool.gateway.endpoints.ollama import OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody, OllamaShowBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
 from moonpool.gateway.endpoints.prefetch import PrefetchBody
@@ -30,6 +31,10 @@ BODIES: dict[str, type[Body]] = {
     "/rerank": RerankBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
+    "/api/chat": OllamaChatBody,
+    "/api/generate": OllamaGenerateBody,
+    "/api/embed": OllamaEmbedBody,
+    "/api/show": OllamaShowBody,
     "/v1/prefetch": PrefetchBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,

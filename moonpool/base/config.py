@@ -33,6 +33,7 @@ from pydantic_settings import (
 )
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.help_page import HelpRow, HelpSection, help_page
 from moonpool.base.json_parts import parse_yaml
 from moonpool.base.settings import default_of, statements
 from moonpool.base.sizes import format_size, parse_size
@@ -40,6 +41,8 @@ from moonpool.base.sizes import format_size, parse_size
 ENV_PREFIX = "MOONPOOL_"
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 """Packages of the extra `engine`, which prefill and decode need."""
+EXTRA_ADVICE = "install Moonpool with its extra `{}` (docs/install.md)"
+"""What to do where an extra's packages are missing."""
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104
 """Hosts that stand for all addresses of this machine."""
@@ -448,11 +451,31 @@ def _plain_type(annotation: Any) -> Any:
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of exiting."""
 
+    def format_help(self) -> str:
+        sections = [
+            HelpSection(
+                _heading(group.title or "options"), [_help_row(self, action) for action in group._group_actions]
+            )
+            for group in self._action_groups
+        ]
+        return help_page(f"{self.prog} [OPTIONS]", self.description or "", sections, self.epilog or "")
+
     def error(self, message: str) -> NoReturn:
         named = re.match(r"argument (--[a-z0-9-]+)[^:]*: (.*)", message, re.DOTALL)
         if named:
             raise ConfigError(named[1].removeprefix("--no-").lstrip("-").replace("-", "_"), named[2])
         raise ConfigError("command line", message)
+
+
+def _heading(title: str) -> str:
+    return title[:1].upper() + title[1:]
+
+
+def _help_row(parser: argparse.ArgumentParser, action: argparse.Action) -> HelpRow:
+    """A flag in a help page."""
+    names = "/".join(action.option_strings) if len(action.option_strings) < 3 else action.option_strings[0]
+    text = (action.help or "") % {"prog": parser.prog}
+    return HelpRow(names if action.nargs == 0 else f"{names} {action.metavar}", text)
 
 
 def _parse_flags(cls: type[ServiceConfig], argv: Sequence[str], prog: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, NotFound
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client
 from moonpool.client.cluster_state import ClusterState, EndedRequest, InstanceInfo, Quantiles, QueueInfo, RecentInfo
@@ -85,9 +85,15 @@ def headline(state: ClusterState) -> str:
 def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     """Print every prefill candidate with predicted parts, the choice, and the later measurements.
 
+    Args:
+        client: of the cluster.
+        request_id: the request; "" = the newest that has ended.
+        as_json: print a JSON object.
+
     Raises:
         NotFound: the conductor knows no such request, or has forgotten the request.
     """
+    request_id = request_id or _newest_request(client)
     found = client.explain(request_id)
     if as_json:
         bars = [dataclasses.asdict(phase) for phase in request_phases(found)]
@@ -117,6 +123,13 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         console.print(_timeline(drawn))
         for name in dict.fromkeys(phase.name for phase in drawn):
             typer.echo(f"{name}: {PHASE_NAMES[name]}")
+
+
+def _newest_request(client: Client) -> str:
+    last = client.cluster_state().recent.last
+    if not last:
+        raise NotFound("no request has ended since the conductor started")
+    return last[0].request_id
 
 
 def _candidate_table(candidates: tuple[Candidate, ...], chosen: str) -> RecordTable:

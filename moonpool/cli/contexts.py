@@ -12,6 +12,7 @@ import typer
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_parts import parse_json
 from moonpool.cli.addresses import addresses
+from moonpool.cli.help_pages import with_pages
 from moonpool.cli.options import HELP, Address, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client, Context, DeletedKV, Message
@@ -195,4 +196,4 @@ def _left(context: Context) -> str:
 
 def run_delete(args: list[str]) -> None:
     """Run `moonpool delete ...`; errors are raised, for the caller to print."""
-    delete_app(args, prog_name="moonpool delete")
+    with_pages(typer.main.get_command(delete_app)).main(args, prog_name="moonpool delete")

@@ -21,6 +21,7 @@ from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.rpc.errors import from_rpc_error
 from moonpool.base.rpc.tls import open_blocking_channel
 from moonpool.base.sizes import size_option
+from moonpool.cli.help_pages import with_pages
 from moonpool.cli.options import HELP
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
@@ -303,4 +304,4 @@ def _wait_until(done: Callable[[], bool], wait_s: float, what: str) -> None:
 
 def run_kvstore(args: list[str]) -> None:
     """Run `moonpool kvstore VERB ...`; errors are raised, for the caller to print."""
-    app(args, prog_name="moonpool kvstore")
+    with_pages(typer.main.get_command(app)).main(args, prog_name="moonpool kvstore")

@@ -56,8 +56,12 @@ def top(
 @app.command(rich_help_panel=LOOK)
 def explain(
     request_id: Annotated[
-        str, typer.Argument(help="The request's id: `moonpool top` lists them, `generate --json` prints it.")
-    ],
+        str,
+        typer.Argument(
+            help="The request's id: `moonpool top` lists them, `generate --json` prints it. Default: the newest that "
+            "has ended."
+        ),
+    ] = "",
     address: Address = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:

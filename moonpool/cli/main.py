@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from moonpool.base.config import ENGINE_PACKAGES, refuse_unknown_variables
+from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE, refuse_unknown_variables
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.tuning import quiet_grpc
 from moonpool.cli import look_verbs, operate_verbs, predict_verbs, service_verbs, start_verbs
@@ -64,7 +64,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ENGINE_PACKAGES:
             raise
-        typer.echo(f"moonpool: this needs {error.name}: pip install 'moonpool[engine]'", err=True)
+        typer.echo(f"moonpool: this needs {error.name}: {EXTRA_ADVICE.format('engine')}", err=True)
         _leave(2)
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from moonpool.base.config import present_name
 from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.cli.help_pages import page_of, with_pages
 
 Address = Annotated[
     str,
@@ -36,13 +37,15 @@ UsedContextTtl = Annotated[
     float,
     typer.Option("--context-ttl-s", min=0.0, help="Renew the context for this many seconds; 0 = no change."),
 ]
+ENGINES = "Engines and stores"
+"""A heading of options."""
 Engines = Literal["auto", "one", "split"]
 """One engine for prompts and answers, or prefill and decode instances; auto = `moonpool.cli.engine_plan` decides."""
 EngineChoice = Annotated[
     Engines,
     typer.Option(
-        help="one = a single engine computes prompts and answers: one copy of the weights; split = prefill and decode "
-        "instances; auto = what suits device, memory and use, which is said at the start."
+        help="one = a single engine for prompts and answers; split = prefill and decode instances; auto = what suits.",
+        rich_help_panel=ENGINES,
     ),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
@@ -95,6 +98,13 @@ class RootGroup(TyperGroup):
             if now := FORMER_VERBS.get(was := " ".join(args[:words])):
                 raise ConfigError(was, f"is now `moonpool {now}`")
         return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        verb = super().get_command(ctx, cmd_name)
+        return None if verb is None else with_pages(verb)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(page_of(self, ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -1,6 +1,5 @@
-"""`moonpool serve` and `moonpool demo`: run a local stack in the foreground, and try one out."""
+"""`moonpool serve`: run a local stack in the foreground."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -11,29 +10,24 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from moonpool.base.config import LOOPBACK, WILDCARDS, check_free, format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.kv import native_library
 from moonpool.base.native.build import BuildError, build
-from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.check import wait_at_rest
 from moonpool.cli.engine_plan import decide_engines, engine_memory, memory_text, tell_memory
 from moonpool.cli.forks import forked_services
-from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, setting_of
 from moonpool.cli.start_checks import check_start
 from moonpool.cli.supervisor import Supervisor
-from moonpool.client import AsyncClient, Client, GenerateResult
+from moonpool.client import Client
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.engine.setup import check_engine_installed
 
@@ -308,113 +302,3 @@ def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
             if service.returncode is not None:
                 return f"{service.id} ended with status {service.returncode}\n{service.log_tail()}"
     return ""
-
-
-MAX_ANSWER_CHARACTERS = 48
-TABLE_WIDTH = 160
-LONG_PROMPT_CHARACTERS = 9000
-
-
-@dataclass(frozen=True, slots=True)
-class DemoRow:
-    """One table row."""
-
-    what: str
-    result: GenerateResult
-
-
-def run_demo(model: str, max_tokens: int, instead: str, engines: Engines) -> int:
-    """Serve the demonstration's prompts and print a table.
-
-    Args:
-        model: folder or file to serve.
-        max_tokens: most tokens per answer.
-        instead: why another model is served than was meant; "" if the meant one is.
-        engines: as `StackPlan.engines`.
-
-    Returns:
-        0 when everything was served and everything reserved came back.
-    """
-    console = Console(width=max(Console().width, TABLE_WIDTH), highlight=False)
-    with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
-        plan, chosen = decide_engines(StackPlan(model=model, data_dir=Path(folder), engines=engines), one_client=True)
-        if instead:
-            console.print(f"{instead}\nServing the bundled model in its place.", markup=False)
-        console.print(f"Starting conductor, kvstore and engines with [bold]{Path(model).name}[/] ...")
-        if chosen:
-            console.print(f"  {chosen}.")
-        with contextlib.ExitStack() as running:
-            told = lambda service: console.print(f"  {service.id:<10} {service.address}")  # noqa: E731
-            stack = running.enter_context(started_stack(plan, told))
-            console.print(f"ready: {stack.address}")
-            rows = _serve_demo(stack.address, max_tokens, console)
-            wait_at_rest(stack.address, timeout_s=20)
-            statuses = stack.stop()
-    console.print(_demo_table(rows))
-    cold, cached = rows[0].result, rows[1].result
-    ratio = cold.timing.ttft_s / cached.timing.ttft_s
-    console.print(
-        f"TTFT cold {1e3 * cold.timing.ttft_s:.0f} ms, cached {1e3 * cached.timing.ttft_s:.0f} ms: "
-        f"[bold]{ratio:.1f} times sooner[/], as {cached.usage.cached_tokens} of {cached.usage.prompt_tokens} "
-        "prompt tokens were in the KV pool."
-    )
-    console.print("Everything reserved came back; all services have stopped.")
-    console.print("Next: `make chat` chats; `.venv/bin/moonpool serve` keeps a stack running, for prompts of your own:")
-    console.print("`.venv/bin/moonpool generate 'def main('`. `serve` takes a folder, a GGUF file or a hub id.")
-    return 0 if all(status == 0 for status in statuses.values()) else 1
-
-
-def _serve_demo(address: str, max_tokens: int, console: Console) -> list[DemoRow]:
-    # A model this small repeats itself when greedy; the seed makes the same prompt give the same text all the same.
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, repetition_penalty=1.25, seed=7)
-    long_prompt = _long_prompt()
-    rows: list[DemoRow] = []
-    with Client(address) as client:
-        for what, prompt in (("a long prompt, cold", long_prompt), ("the same again", long_prompt)):
-            rows.append(DemoRow(what, client.generate(prompt=prompt, sampling=sampling)))
-            console.print(f"  served: {what}")
-            wait_at_rest(address, timeout_s=20)
-        second_turn = long_prompt + rows[0].result.text + "\n\n\ndef test_"
-        rows.append(DemoRow("second turn of conversation", client.generate(prompt=second_turn, sampling=sampling)))
-        console.print("  served: second turn of conversation")
-    results = asyncio.run(_serve_together(address, sampling))
-    console.print(f"  served: {len(results)} at once")
-    return rows + [DemoRow(f"{number} of {len(results)} at once", result) for number, result in enumerate(results, 1)]
-
-
-async def _serve_together(address: str, sampling: SamplingParams) -> list[GenerateResult]:
-    names = ("read_file", "parse_date", "open_socket", "sort_items", "walk_tree", "count_words", "start_thread", "log")
-    prompts = [f"import os\nimport sys\n\n\ndef {name}(" for name in names]
-    async with AsyncClient(address) as client:
-        return await asyncio.gather(*(client.generate(prompt=prompt, sampling=sampling) for prompt in prompts))
-
-
-def _long_prompt() -> str:
-    """Some thousand text tokens that every machine has: a standard module's source."""
-    import textwrap
-
-    source = Path(textwrap.__file__).read_text(encoding="utf-8")
-    return source[:LONG_PROMPT_CHARACTERS].rsplit("\n", 1)[0] + "\n"
-
-
-def _demo_table(rows: list[DemoRow]) -> Table:
-    table = Table(title="What was served", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("request", "text"):
-        table.add_column(heading, overflow="ellipsis", no_wrap=True)
-    for heading in ("prompt", "cached", "generated", "TTFT ms", "TPOT ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("prefill > decode", no_wrap=True)
-    for row in rows:
-        usage, timing, placement = row.result.usage, row.result.timing, row.result.placement
-        text = " ".join(row.result.text.split())
-        table.add_row(
-            row.what,
-            text if len(text) <= MAX_ANSWER_CHARACTERS else text[: MAX_ANSWER_CHARACTERS - 1] + "…",
-            str(usage.prompt_tokens),
-            str(usage.cached_tokens),
-            str(usage.completion_tokens),
-            f"{1e3 * timing.ttft_s:.0f}",
-            f"{1e3 * timing.tpot_s:.1f}",
-            f"{placement.prefill} > {placement.decode or '-'}",
-        )
-    return table

@@ -8,10 +8,10 @@ import typer
 
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.config import ENV_PREFIX, LOOPBACK
-from moonpool.cli.options import EngineChoice, ModelArgument
+from moonpool.cli.options import ENGINES, EngineChoice, ModelArgument
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-ADDRESSES, MODEL, ENGINES, SETTINGS = "Who may ask, and where", "The model", "Engines and stores", "Other settings"
+ADDRESSES, MODEL, SETTINGS = "Who may ask, and where", "The model", "Other settings"
 """Headings of the options in `moonpool serve --help`."""
 
 

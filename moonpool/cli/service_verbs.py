@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from moonpool.base.config import SERVICE_MODULES
+from moonpool.base.config import EXTRA_ADVICE, SERVICE_MODULES
 from moonpool.base.errors import ConfigError
 from moonpool.cli.options import (
     PASS_THROUGH,
@@ -58,7 +58,7 @@ def _main_with_extra(service: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ADAPTER_PACKAGES:
             raise
-        raise ConfigError(service, f"needs {error.name}: pip install 'moonpool[adapter]'") from error
+        raise ConfigError(service, f"needs {error.name}: {EXTRA_ADVICE.format('adapter')}") from error
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)

@@ -224,12 +224,14 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
     engines: EngineChoice = "auto",
 ) -> None:
-    """Start a local stack, serve some prompts, show the results, stop."""
+    """Start a local stack, serve some prompts, show what the KV pool saves, stop."""
+    from moonpool.base.checkpoint.named_models import BUNDLED
+    from moonpool.cli.demo import run_demo
     from moonpool.cli.models import best_model, chosen_model
-    from moonpool.cli.serve import run_demo
 
     served, instead = (chosen_model(model), "") if model else best_model()
-    raise typer.Exit(run_demo(served, max_tokens, instead, engines))
+    name = model or (BUNDLED if instead else "smollm2")
+    raise typer.Exit(run_demo(served, name, max_tokens, instead, engines))
 
 
 model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)

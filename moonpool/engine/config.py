@@ -173,7 +173,12 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "counted for so many of the largest rank; 0 = none (docs/lora.md)",
     )
     max_lora_rank: int = Field(16, ge=1, description="largest rank of a LoRA adapter")
-    max_model_len: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        description="tokens of the longest sequence served; 0 = the model's own limit; with LongRoPE, beyond the "
+        "original length: the long factors, for all sequences",
+    )
     link_bytes_per_s: ByteRate = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
     )

@@ -247,7 +247,7 @@ class ProcessEngine:
         """
         if not self._spec.sized:  # only a stage's process sees how much room the device has beside the weights
             rooms = await self._of_all(StageRoom, listener)
-            config = load_config(Path(self._spec.checkpoint), self._spec.model_impl)
+            config = load_config(Path(self._spec.checkpoint), self._spec.model_impl, self._spec.max_tokens)
             sizes = choose_sizes(config, self._spec, rooms, available_bytes())
             self._spec = replace(self._spec, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)
             self._memory.make(self._spec.layout, sizes.blocks, self._spec.slots)

@@ -23,7 +23,7 @@ from moonpool.base.checkpoint import (
 from moonpool.base.checkpoint.named_models import cache_folder
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.checkpoint.weight_file import in_use
-from moonpool.base.config import ENGINE_PACKAGES
+from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.families.ranks import SETTING, check_ranks
 from moonpool.base.kv.keys import namespace
@@ -110,7 +110,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         compute = EmulatedCompute(*emulated, decode, declared.vocab_size, ends, _emulation_noise(config))
         return _emulated_setup(config, folder, declared, stages, compute)
     check_engine_installed()
-    model = declared if config.model_impl == "auto" else load_config(folder, config.model_impl)
+    model = load_config(folder, config.model_impl, config.max_model_len)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
@@ -188,7 +188,7 @@ def check_engine_installed() -> None:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 "engine",
-                f"computing needs {package}, which is not installed: pip install 'moonpool[engine]'; or emulate the "
+                f"computing needs {package}, which is not installed: {EXTRA_ADVICE.format('engine')}; or emulate the "
                 f"compute with --engine {SCHEME}PROFILE",
             )
 

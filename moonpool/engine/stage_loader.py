@@ -75,7 +75,7 @@ class StageLoader:
         channel.send(StageStarting("loading weights"))
         torch.set_num_threads(max(1, self.engine.threads))
         torch.set_num_interop_threads(1)
-        self.config = load_config(Path(self.engine.checkpoint), self.engine.model_impl)
+        self.config = load_config(Path(self.engine.checkpoint), self.engine.model_impl, self.engine.max_tokens)
         self.devices = stage_devices(self.engine.device, self.engine.stages)
         self.device = open_device(self.devices[spec.stage])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device

@@ -27,6 +27,7 @@ from moonpool.gateway.endpoints import (
     files,
     lora_adapters,
     models,
+    ollama,
     openai_chat,
     openai_completions,
     prefetch,
@@ -80,6 +81,12 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint(
         "POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens, anthropic_messages.anthropic_error_body
     ),
+    Endpoint("POST", "/api/chat", ollama.chat, ollama.ollama_error_body),
+    Endpoint("POST", "/api/generate", ollama.generate, ollama.ollama_error_body),
+    Endpoint("POST", "/api/embed", ollama.embed, ollama.ollama_error_body),
+    Endpoint("POST", "/api/show", ollama.show, ollama.ollama_error_body),
+    Endpoint("GET", "/api/tags", ollama.tags, ollama.ollama_error_body),
+    Endpoint("GET", "/api/version", ollama.version),
     Endpoint("POST", "/v1/prefetch", prefetch.prefetch),
     Endpoint("POST", "/v1/files", files.upload_file),
     Endpoint("GET", "/v1/files", files.list_files),

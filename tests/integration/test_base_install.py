@@ -145,7 +145,7 @@ def test_what_needs_torch_says_how_to_install_it(base_python: Path, tmp_path: Pa
     told = done.stderr.splitlines()
     assert len(told) == 2 * len(NEEDS_TORCH), done.stderr
     for line, code in zip(told[::2], told[1::2], strict=True):
-        assert "pip install 'moonpool[engine]'" in line
+        assert "install Moonpool with its extra `engine` (docs/install.md)" in line
         assert code == "2"
 
 

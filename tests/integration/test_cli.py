@@ -331,8 +331,10 @@ def test_wrong_use_names_the_field(arguments: list[str], named: str) -> None:
 
 
 def test_demo(tmp_path: Path) -> None:
-    """What `make run` shows: a table, a comparison, the way on; it leaves no process."""
+    """What `make run` shows: a table, two bars, the way on, in 80 columns; it leaves no process."""
     done = moonpool("demo", "bundled", "--max-tokens", "6")
     assert done.returncode == 0, done.stderr + done.stdout
     for text in ("a long prompt, cold", "the same again", "second turn", "8 of 8 at once", "times sooner", "Next:"):
         assert text in done.stdout
+    assert "serve bundled    has the page http://127.0.0.1:8000/" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80

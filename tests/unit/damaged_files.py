@@ -9,6 +9,7 @@ takes a bounded time and memory. Where a file has checksums, values are those of
 from __future__ import annotations
 
 import argparse
+import base64
 import collections
 import copy
 import json
@@ -53,7 +54,7 @@ from moonpool.simulator.planning.planner import bundled_hardware, load_hardware
 from moonpool.simulator.traces.bailian import read_bailian
 from moonpool.simulator.traces.mooncake import read_trace
 from moonpool.simulator.traces.weka import WekaSessions
-from tests.unit.base.checkpoint.folder import write_config, write_weights
+from tests.unit.base.checkpoint.folder import LLAMA, write_config, write_weights
 from tests.unit.base.checkpoint.test_gguf_tokenizer import write_sentencepiece
 from tests.unit.base.checkpoint.test_lora import write as write_adapter
 from tests.unit.base.rpc.certificates import issue
@@ -248,6 +249,21 @@ def _weights(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def _whole_model(folder: Path) -> None:
+    """A model with pictures: the decoder's fields in an object of their own, its tensors behind a prefix."""
+    text = {**LLAMA, "tie_word_embeddings": True}
+    write_config(folder, architectures=["LlavaForConditionalGeneration"], model_type="llava", text_config=text)
+    names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight", "vision_tower.a")
+    write_weights(folder / "model.safetensors", {name: ("BF16", [4, 8], bytes(range(64))) for name in names})
+
+
+def _tiktoken(folder: Path) -> None:
+    words = [bytes([byte]) for byte in range(256)] + [b"He", b"Hel", b"lo"]
+    lines = [f"{base64.b64encode(word).decode()} {rank}" for rank, word in enumerate(words)]
+    (folder / "tiktoken.model").write_text("\n".join(lines))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]"}')
+
+
 def _read_weights(folder: Path) -> object:
     return weight_files(folder), tensor_index(folder), weights_fingerprint(folder)
 
@@ -418,6 +434,8 @@ READERS = (
     Reader("trace of agents", _weka, lambda folder: WekaSessions().read(folder / "s.json", 0.0)),
     Reader("checkpoint, tokenizer, template", _tokenizer, _read_tokenizer),
     Reader("safetensors", _weights, _read_weights),
+    Reader("model with pictures", _whole_model, lambda folder: (load_config(folder), tensor_index(folder))),
+    Reader("tiktoken", _tiktoken, lambda folder: Tokenizer.load(folder).encode("Hello")),
     Reader("GGUF", lambda folder: write_sentencepiece(folder / "model.gguf"), _read_gguf),
     Reader("adapter", write_adapter, read_adapter),
     Reader("arranged weights", _arranged, _read_arranged, exact=True),

@@ -18,6 +18,7 @@ from moonpool.gateway.config import GatewayConfig
 from moonpool.interop.adapter.config import AdapterConfig
 from moonpool.interop.indexer.config import IndexerConfig
 from moonpool.kvstore.config import KVStoreConfig
+from tests.integration.documents import PAGES, commands
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *(path for top in ("docs", "services") for path in sorted((ROOT / top).rglob("*.md")))]
@@ -40,8 +41,9 @@ FOREIGN = {
     "--kv-transfer-config",
     "--model-path",
     "--disaggregation-mode",
+    "--with",
 }
-"""Flags of programs that are not ours: debootstrap, docker, vLLM and SGLang."""
+"""Flags of programs that are not ours: debootstrap, docker, uv, vLLM and SGLang."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bMOONPOOL_[A-Z0-9_]*[A-Z0-9]\b")
 
@@ -99,6 +101,38 @@ def test_flags_belong_to_the_verb_before_them(verbs: dict[str, set[str]]) -> Non
             seen += len(flags)
     assert wrong == []
     assert seen > 50
+
+
+def test_verbs(verbs: dict[str, set[str]]) -> None:
+    """Each command in a shell's fence begins with a verb that there is."""
+    found = [
+        (document.relative_to(ROOT), word)
+        for document in DOCUMENTS
+        for fence in re.findall(r"^```sh\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for word in re.findall(r"(?:^|[|$(] ?|bin/)moonpool ([a-z]\w*)", fence, re.MULTILINE)
+    ]
+    assert [(page, word) for page, word in found if word not in verbs] == []
+    assert len(found) > 50
+
+
+def test_the_commands_of_the_first_pages_are_found() -> None:
+    """What `tests/integration/test_document_commands.py` runs; a fence that nobody runs says why."""
+    found = {name: list(commands(ROOT / name)) for name in ("README.md", *PAGES)}
+    assert sum(not each.reason for page in found.values() for each in page) > 25
+    (conductor, *_), (told, *_) = found["docs/machines.md"], found["docs/install.md"]
+    assert (conductor.host, conductor.text.split()[:2]) == ("a", ["moonpool", "conductor"])
+    assert {each.host for each in found["docs/machines.md"]} == {"a", "b"}
+    assert told.reason
+    for name in found:
+        fences = (ROOT / name).read_text(encoding="utf-8").count("\n```sh\n")
+        assert len({each.where for each in found[name]}) >= fences, name
+
+
+def test_the_page_of_errors_has_the_words_of_the_code(sources: str) -> None:
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+    assert [each for each in words if each not in sources] == []
+    assert len(words) > 15
 
 
 def test_variables_of_the_environment(sources: str) -> None:

@@ -1,7 +1,8 @@
 """A Hugging Face folder's tokenizer, as transformers builds the tokenizer from the folder's files.
 
-Files: `tokenizer.json`; `tokenizer_config.json` with special tokens, `added_tokens_decoder` and the tokenizer's class;
-the older `special_tokens_map.json` and `added_tokens.json`; `config.json` for the model's type. Source:
+Files: `tokenizer.json`, or `tiktoken.model`; `tokenizer_config.json` with special tokens, `added_tokens_decoder` and
+the tokenizer's class; the older `special_tokens_map.json` and `added_tokens.json`; `config.json` for the model's type.
+Source:
 `tokenization_utils_base.py`, `tokenization_utils_tokenizers.py` and `tokenization_auto.py` of transformers.
 """
 
@@ -17,10 +18,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from moonpool.base.checkpoint.config import TokenizerParts, ends_answer
-from moonpool.base.errors import CheckpointError, MoonpoolError
+from moonpool.base.checkpoint.tiktoken_vocabulary import TIKTOKEN, tiktoken_tokenizer
+from moonpool.base.errors import CheckpointError, MoonpoolError, UnsupportedModel
 from moonpool.base.families.fields import read_json
 
 _TOKENIZER = "tokenizer.json"
+_OF_TIKTOKEN = "TikTokenTokenizer"
+"""The class that folders with tiktoken's vocabulary name, of their own code."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that every tokenizer class in transformers has."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -58,11 +62,17 @@ class TokenizerSettings:
     tokenizer_class: str
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder has a vocabulary that can be read."""
+    return any((folder / name).exists() for name in (_TOKENIZER, TIKTOKEN))
+
+
 def folder_tokenizer(folder: Path) -> TokenizerParts:
     """Read the tokenizer, the chat templates and the special tokens that a template may name.
 
     Raises:
-        CheckpointError: `tokenizer.json` is missing or damaged, or another file is malformed.
+        CheckpointError: the vocabulary is missing or damaged, or another file is malformed.
+        UnsupportedModel: a tokenizer that is not built; names `tokenizer_class`.
     """
     with _named(folder):
         return _folder_tokenizer(folder)
@@ -89,14 +99,21 @@ def _named(folder: Path) -> Iterator[None]:
 def _folder_tokenizer(folder: Path) -> TokenizerParts:
     """See `folder_tokenizer`."""
     file = folder / _TOKENIZER
-    if not file.exists():
+    content: Mapping[str, Any] = {}
+    if file.exists():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
+        content = read_json(file)
+        settings = _settings(folder, content)
+    elif (folder / TIKTOKEN).exists():
+        settings = _settings(folder, content)
+        if settings.tokenizer_class != _OF_TIKTOKEN:
+            raise UnsupportedModel("tokenizer_class", f"{settings.tokenizer_class!r} is not {_OF_TIKTOKEN}")
+        backend = tiktoken_tokenizer(folder / TIKTOKEN, settings.added)
+    else:
         raise CheckpointError(f"{folder}: no {_TOKENIZER} in this folder")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
-    content = read_json(file)
-    settings = _settings(folder, content)
     rebuild = _REBUILT.get(settings.tokenizer_class)
     if rebuild is not None and isinstance(backend.model, models.BPE):
         backend = rebuild(content, settings.fields, backend)
@@ -120,9 +137,9 @@ def folder_end_tokens(folder: Path, *, by_text: bool = True) -> tuple[int, ...]:
 
 def _folder_end_tokens(folder: Path, *, by_text: bool) -> tuple[int, ...]:
     """See `folder_end_tokens`."""
-    if not (folder / _TOKENIZER).exists():
+    if not has_tokenizer(folder):
         return ()
-    content = read_json(folder / _TOKENIZER)
+    content = _optional(folder / _TOKENIZER)
     settings = _settings(folder, content)
     vocabulary = content.get("model", {}).get("vocab")
     ids = {str(token): index for token, index in vocabulary.items()} if isinstance(vocabulary, dict) else {}

@@ -27,13 +27,19 @@ _STEP_TOKENS = 512
 """Tokens of an engine's largest step, unless a flag says another number."""
 
 
-def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig:
+_DRAFTING, _INDEXER = ("mtp.", "model.mtp."), ".indexer."
+"""What stands in names of tensors that are not loaded: layers that only draft, and DeepSeek V3.2's choice of keys."""
+
+
+def load_config(path: Path | str, model_impl: ModelImpl = "auto", max_model_len: int = 0) -> ModelConfig:
     """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
 
     Args:
         path: folder or GGUF file.
         model_impl: "moonpool": refuse an architecture that no family describes; "transformers": describe what
             transformers' own code needs, also of an architecture with a family; "auto": the family if there is one.
+        max_model_len: tokens of the longest sequence that is wanted, by which LongRoPE's factors are chosen; 0: as many
+            as the short factors are for.
 
     Raises:
         CheckpointError: there is no readable configuration, or a field is missing or malformed.
@@ -44,7 +50,7 @@ def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig
             raise UnsupportedModel("model_impl", "transformers' own code does not compute GGUF files here")
         config = gguf_config(Path(path))
     else:
-        config = folder_config(Path(path), model_impl)
+        config = folder_config(Path(path), model_impl, max_model_len)
     if config.default_sampling.given:
         return config
     return replace(config, default_sampling=card_sampling(Path(path)))
@@ -155,10 +161,10 @@ def inspect_checkpoint(
     """
     if max_model_len is not None and max_model_len <= 0:
         raise InvalidRequest("max_model_len", "must be positive")
-    config = load_config(path, model_impl)
+    config = load_config(path, model_impl, max_model_len or 0)
     chosen = resolve_dtype(config, dtype)
     layout = kv_layout(config, chosen, block_size)
-    tensors = tensor_index(path)
+    tensors = _loaded(config, tensor_index(path))
     parameters = _count_parameters(config, tensors)
     weight_bytes = _held_bytes(config, tensors, ELEMENT_BYTES[chosen], quantization)
     file_bytes = sum(file.stat().st_size for file in sorted({info.file for info in tensors.values()}))
@@ -191,6 +197,19 @@ def inspect_checkpoint(
 
 def _computed(config: ModelConfig) -> str:
     return described_ways([config.decoder.not_native(layer) for layer in range(config.num_layers)])
+
+
+def _loaded(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors that engines load: not those of layers for drafting, nor what chooses keys of attention."""
+    if config.decoder.other:
+        return dict(tensors)
+    begin, layers = names_of(config.architecture).layer.partition("{index}")[0], len(config.decoder.every)
+
+    def further(name: str) -> bool:
+        index = name.removeprefix(begin).partition(".")[0] if name.startswith(begin) else ""
+        return name.startswith(_DRAFTING) or _INDEXER in name or (index.isdecimal() and int(index) >= layers)
+
+    return {name: info for name, info in tensors.items() if not further(name)}
 
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:

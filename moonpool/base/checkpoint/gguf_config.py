@@ -116,12 +116,12 @@ def _family(file: GgufFile) -> ModelFamily:
 def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     """Return what config.json would have."""
     assert family.gguf is not None
-    name = family.gguf.architecture
+    name = str(file.metadata["general.architecture"])
     fields = JsonFields(file.metadata, file.path.name)
     hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
     head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
     positions = fields.positive(f"{name}.context_length")
-    _refuse(fields, family, head_dim, positions)
+    _refuse(fields, family, name, head_dim, positions)
     found: dict[str, Any] = {
         "hidden_size": hidden,
         "num_hidden_layers": fields.positive(f"{name}.block_count"),
@@ -178,10 +178,13 @@ def _decoder(file: GgufFile, family: ModelFamily, decoder: DecoderSpec) -> Decod
     return replace(decoder, ropes=(scaled, *decoder.ropes[1:]))
 
 
-def _refuse(fields: JsonFields, family: ModelFamily, head_dim: int, positions: int) -> None:
-    """Refuse what would change the result and is not implemented, or not for this family."""
+def _refuse(fields: JsonFields, family: ModelFamily, name: str, head_dim: int, positions: int) -> None:
+    """Refuse what would change the result and is not implemented, or not for this family.
+
+    `name`: the file's architecture, with which keys begin.
+    """
     assert family.gguf is not None
-    name, known = family.gguf.architecture, family.gguf.keys.values()
+    known = family.gguf.keys.values()
     for key in _REFUSED:
         if key not in known and fields.get(f"{name}.{key}"):
             raise UnsupportedModel(f"{name}.{key}", f"{fields.get(f'{name}.{key}')!r} is not supported")

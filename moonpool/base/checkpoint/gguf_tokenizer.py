@@ -14,6 +14,7 @@ from moonpool.base.checkpoint.config import (
 )
 from moonpool.base.checkpoint.folder_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 from moonpool.base.checkpoint.gguf import GgufFile
+from moonpool.base.checkpoint.tiktoken_vocabulary import KIMI_PATTERN
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
@@ -23,10 +24,43 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2_NAMES = ("gpt-2", "gpt2", "default")
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""OpenAI's o200k: gpt-oss, Llama 4, MiniMax M2."""
+_QWEN35 = QWEN2_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_SEED = QWEN2_PATTERN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""One after the other."""
+_GPT2_NAMES = (
+    "gpt-2", "gpt2", "default", "olmo", "exaone4", "mellum", "phi-2", "jais", "mpt", "trillion", "granite-docling",
+)  # fmt: skip
 _DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")
+_LLAMA3_NAMES = (
+    "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "falcon-h1", "pixtral", "lfm2",
+)  # fmt: skip
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen", "megrez")
+_PATTERNS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(_LLAMA3_NAMES, (LLAMA3_PATTERN,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3_PATTERN,)),
+    **dict.fromkeys((*_QWEN2_NAMES, "stablelm2", "hunyuan", "solar-open"), (QWEN2_PATTERN,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_O200K,)),
+    "qwen35": (_QWEN35,),
+    "seed-coder": (_SEED,),
+    "kimi-k2": (KIMI_PATTERN,),
+    "tekken": (_TEKKEN,),
+}
+"""What splits text before merging, by `tokenizer.ggml.pre`, as llama.cpp's `llama-vocab.cpp` has it."""
+_NORMALISED = (*_QWEN2_NAMES, "qwen35")
+"""Names of vocabularies for text in Unicode's NFC."""
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -68,10 +102,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizer
     merges = [tuple(merge.split(" ", 1)) for merge in _listed(metadata, "merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     # Where the text was cut by these expressions, a piece that is a token as a whole is that token.
-    whole = name in _LLAMA3_NAMES or name == "tekken"
+    whole = name in (*_LLAMA3_NAMES, "tekken", "kimi-k2")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     backend.pre_tokenizer = _pre_tokenizer(name)
-    if name in _QWEN2_NAMES:
+    if name in _NORMALISED:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -92,16 +126,11 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     if name in _DIGIT_NAMES:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    expressions = {
-        **dict.fromkeys(_LLAMA3_NAMES, LLAMA3_PATTERN),
-        **dict.fromkeys(_QWEN2_NAMES, QWEN2_PATTERN),
-        "tekken": _TEKKEN,
-    }
-    if name not in expressions:
-        known = ", ".join((*_GPT2_NAMES, *_DIGIT_NAMES, *expressions))
+    if name not in _PATTERNS:
+        known = ", ".join((*_GPT2_NAMES, *_DIGIT_NAMES, *_PATTERNS))
         raise UnsupportedModel("tokenizer.ggml.pre", f"{name!r} is none of {known}")
-    split = pre_tokenizers.Split(Regex(expressions[name]), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _PATTERNS[name]]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:

@@ -26,14 +26,16 @@ from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defin
 from huggingface_hub.utils.tqdm import tqdm
 
 from moonpool.base.checkpoint.fetching import cause_of, chain_text, check_room
+from moonpool.base.checkpoint.folder_tokenizer import has_tokenizer
 from moonpool.base.checkpoint.huggingface import folder_weights
+from moonpool.base.checkpoint.tiktoken_vocabulary import TIKTOKEN
 from moonpool.base.errors import CheckpointError
 
 _REPORT_S = 10.0
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """What the hub library's HTTP client raises, whichever client the library has."""
 #: What is fetched from a hub repository: files of the top folder only (see `_IGNORE`).
-ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
+ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", TIKTOKEN, "LICENSE*", "README.md")
 _IGNORE = ("*/*", "consolidated*.safetensors")
 
 
@@ -54,7 +56,7 @@ def cached(name: str, revision: str | None) -> Path | None:
         folder_weights(folder)
     except CheckpointError:
         return None
-    return folder if (folder / "tokenizer.json").exists() else None
+    return folder if has_tokenizer(folder) else None
 
 
 def complete_models() -> dict[str, Path]:

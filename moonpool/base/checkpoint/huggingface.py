@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from moonpool.base.families import family_of
 from moonpool.base.families.base import ModelFamily
 from moonpool.base.families.fields import JsonFields, read_json
 from moonpool.base.families.other import common_names, other_family, whole_prompt_family, whole_prompt_length
-from moonpool.base.families.rope import longest
+from moonpool.base.families.rope import chosen_factors, longest
+from moonpool.base.families.wrapped import decoder_names, text_part
 from moonpool.base.json_parts import parse_json
 from moonpool.base.sampling_params import MAX_SUPPRESSED_TOKENS
 
@@ -74,6 +76,8 @@ def folder_weights(folder: Path) -> list[Path]:
 def folder_index(folder: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint by name, from the files' headers only.
 
+    Of a model with further parts, these are the decoder's tensors, under the names of the decoder alone.
+
     Raises:
         CheckpointError: a file is missing, damaged, shorter than its header says, or a tensor is in two files.
     """
@@ -83,7 +87,11 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = info
-    return dense_index(tensors, folder_formats(folder))
+    found = dense_index(tensors, folder_formats(folder))
+    file = folder / "config.json"
+    if not file.exists() or text_part(read_json(file)) is None:
+        return found
+    return {plain: replace(found[name], name=name) for name, plain in decoder_names(found).items()}
 
 
 def folder_formats(folder: Path) -> Formats:
@@ -105,8 +113,9 @@ def quantisation_settings(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
     """Return the quantisation settings for weights, as found in the file with that name; None: they are not."""
     file = folder / "config.json"
     config = read_json(file) if file.exists() else {}
-    if settings := {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}:
-        return file.name, settings
+    for fields in (config, text_part(config) or {}):
+        if settings := {key: fields[key] for key in QUANTISATION_KEYS if fields.get(key)}:
+            return file.name, settings
     file = folder / "hf_quant_config.json"
     return (file.name, read_json(file)) if file.exists() else None
 
@@ -152,10 +161,10 @@ def _pickle_hint(folder: Path) -> str:
     return f"; {min(pickles)} is a pickle file, and those are never loaded" if pickles else ""
 
 
-def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
+def folder_config(folder: Path, model_impl: ModelImpl = "auto", max_model_len: int = 0) -> ModelConfig:
     """Read the configuration of the checkpoint folder `folder`.
 
-    `model_impl`: see `moonpool.base.checkpoint.formats.load_config`.
+    `model_impl`, `max_model_len`: see `moonpool.base.checkpoint.formats.load_config`.
 
     Raises:
         CheckpointError: the folder has no readable configuration, or a field is missing or malformed.
@@ -175,12 +184,13 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
                 raise UnsupportedModel(
                     "model_impl", f"transformers is for whole decoders, not for {data['architectures']}"
                 )
-        family = _computed_by(family_of(declared, data.get("model_type")), data, model_impl)
-    inner = data.get(family.inner_config) if family.inner_config else None
-    data = dict(inner if isinstance(inner, Mapping) else data)
-    if pooling is not None and isinstance(data.get("text_config"), Mapping) and not family.inner_config:
-        raise UnsupportedModel("text_config", f"a model with parts beside text is not built for {family.architecture}")
+        text = text_part(data)
+        family = _computed_by(family_of(declared, (text or data).get("model_type")), data, model_impl)
+        if text is not None:
+            data = {**family.sizes, **text, **_tied(folder, data, text, family.names.head)}
     fields = family.fields(common_names(data) if family.other else data, "config.json")
+    if not family.other:
+        fields = chosen_factors(fields, max_model_len)
     if folder_formats(folder) and family.names.inputs_first:
         raise UnsupportedModel("quantization_config", f"not supported for {family.architecture}")
     generation = _generation_fields(folder)
@@ -202,6 +212,28 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
     )
     check_shape(config, "config.json")
     return config
+
+
+def _tied(folder: Path, data: Mapping[str, Any], text: Mapping[str, Any], head: str) -> dict[str, bool]:
+    """Return whether the head of a model with further parts is the embedding, as a field; none: nothing tells.
+
+    Folders say so for the whole model, for the text part, for both or nowhere: then the stored tensors tell.
+    """
+    key = "tie_word_embeddings"
+    if data.get(key) is True or text.get(key) is True:
+        return {key: True}
+    try:
+        stored = decoder_names(_stored_names(folder)).values()
+    except CheckpointError:  # a folder without weights
+        return {} if data.get(key) is None and text.get(key) is None else {key: False}
+    return {key: head not in stored}
+
+
+def _stored_names(folder: Path) -> set[str]:
+    """Return the names of all tensors, of which an index tells those in many files."""
+    if not (folder / "model.safetensors").exists() and (folder / _INDEX).exists():
+        return set(read_json(folder / _INDEX).get("weight_map") or ())
+    return {name for file in folder_weights(folder) for name in read_header(file)}
 
 
 def _computed_by(family: ModelFamily, data: Mapping[str, Any], model_impl: ModelImpl) -> ModelFamily:

@@ -11,6 +11,7 @@ from moonpool.base.checkpoint.known_models import near_names, plain_name
 from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
 from moonpool.base.errors import CheckpointError
 
+_PICTURES = "mmproj"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _NAME = re.compile(r"[\w.:-]+")
 """What may be a model's name, such as qwen3:0.6b, and no path."""
@@ -81,8 +82,16 @@ def _unknown(model: str) -> CheckpointError:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder, or the folder's GGUF file if the folder has no other model file."""
-    files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
+    """Return the folder, or the folder's GGUF file if the folder has no other model file.
+
+    The part for pictures (`mmproj-NAME.gguf`, as llama.cpp's converter names that part) is no model.
+    """
+    found = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
+    files = [file for file in found if _PICTURES not in file.name.lower()]
+    if found and not files:
+        raise CheckpointError(
+            f"{folder}: {found[0].name} is the part for pictures, and there is no {GGUF_SUFFIX} model"
+        )
     if len({gguf_name(file) for file in files}) > 1:
         raise CheckpointError(f"{folder}: has {len(files)} {GGUF_SUFFIX} files; name one, for example {files[0].name}")
     return files[0] if files else folder

@@ -35,6 +35,8 @@ class TensorInfo:
     """How codes stand for the numbers; None: the tensor is stored as numbers."""
     parts: Mapping[str, tuple[str, TensorInfo]] = field(default_factory=dict)
     """In folders, the tensors that make a weight in codes, by role: name and place; `dtype` is that of the codes."""
+    name: str = ""
+    """The tensor's name in the file, if the file has another name than the model's text part alone would."""
 
     @property
     def elements(self) -> int:

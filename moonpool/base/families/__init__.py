@@ -12,6 +12,7 @@ from moonpool.base.families.base import ModelFamily, TensorNames
 from moonpool.base.families.deepseek import DEEPSEEK_V3
 from moonpool.base.families.mixtral import MIXTRAL
 from moonpool.base.families.other import other_family
+from moonpool.base.families.wrapped import WRAPPER
 
 
 def _found() -> Iterator[ModelFamily]:
@@ -26,18 +27,20 @@ FAMILIES: Mapping[str, ModelFamily] = {
 }
 """By architecture, as config.json names the architecture."""
 
-_BY_MODEL_TYPE = {family.model_type: family for family in _ALL}
+_BY_MODEL_TYPE = {name: family for family in _ALL for name in (family.model_type, *family.other_model_types)}
 _BY_GGUF = {
-    family.gguf.architecture: family
+    name: family
     for family in _ALL
     if family.gguf is not None and family not in (MIXTRAL, DEEPSEEK_V3)
+    for name in (family.gguf.architecture, *family.gguf.other_architectures)
 }
 
 
 def family_of(declared: object, model_type: object) -> ModelFamily:
     """Return the family that config.json names in `architectures`, or else (None) in `model_type`.
 
-    An architecture that is not described here, but is a decoder by its name, is computed by transformers' own code.
+    Of a model with further parts, the family is the text part's, and `model_type` the text part's. An architecture that
+    is not described here, but is a decoder by its name, is computed by transformers' own code.
 
     Raises:
         UnsupportedModel: the family is not known; names the key.
@@ -48,6 +51,9 @@ def family_of(declared: object, model_type: object) -> ModelFamily:
         return _BY_MODEL_TYPE[model_type]
     names = declared if isinstance(declared, list) else [declared]
     name = names[0] if len(names) == 1 else None
+    text_family = _BY_MODEL_TYPE.get(str(model_type))
+    if isinstance(name, str) and name.endswith(WRAPPER) and text_family is not None:
+        return text_family
     family = FAMILIES.get(str(name)) or (other_family(name, model_type) if isinstance(name, str) else None)
     if family is None:
         raise UnsupportedModel("architectures", f"{declared!r} is no decoder, as {', '.join(FAMILIES)} are")

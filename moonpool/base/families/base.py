@@ -17,6 +17,19 @@ from moonpool.base.families.spec import Activation, AttentionSpec, DecoderSpec, 
 
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 """Keys of rotary embeddings in the spelling before transformers 5."""
+
+
+def class_sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int) -> Mapping[str, int]:
+    """Return `ModelFamily.sizes`."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _ACTIVATIONS: Mapping[object, Activation] = {
@@ -111,6 +124,8 @@ class GgufNames:
 
     architecture: str
     """Value of `general.architecture`."""
+    other_architectures: tuple[str, ...] = ()
+    """Further values, for files that equal these but for the value: the text parts of models with pictures."""
     paired_rows: bool = False
     """Whether the converter moved rows of q and k that RoPE turns together beside one another. llama.cpp's converter
     does so for Llama and derived families; Hugging Face has them half a head apart.
@@ -181,18 +196,19 @@ class ModelFamily:
     """Builds the layers from config.json; absent keys have their `defaults`."""
     defaults: Mapping[str, Any]
     """Values for absent keys: defaults of transformers' configuration class that differ from `COMMON_DEFAULTS`."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of transformers' configuration class, which text parts of models with further parts may leave out."""
     names: TensorNames = TensorNames()
     gguf: GgufNames | None = None
     """None: no GGUF file is of this family."""
     other_architectures: tuple[str, ...] = ()
     """Further names in `architectures` for checkpoints that equal this family to the last tensor."""
+    other_model_types: tuple[str, ...] = ()
+    """Further names in `model_type` for the same, among them those of text parts of models with further parts."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensor names that some of the family's checkpoints have in place of others."""
     other: bool = False
     """Whether transformers' own modelling code computes the model (`moonpool.base.families.other`)."""
-    inner_config: str = ""
-    """Key of the object with the decoder's fields in checkpoints with further parts, such as for pictures."""
-
     other_keys: Mapping[str, str] = field(default_factory=dict)
     """The family's own key names, by the common names."""
 

@@ -1,11 +1,15 @@
-"""DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups; Youtu: dense."""
+"""DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups; Youtu: dense.
+
+DeepSeek V3.2 and GLM-5 choose `index_topk` keys for each query. Sequences that are no longer see all keys, as in V3:
+longer ones are refused (`moonpool.base.families.rope.longest`), and what chooses the keys is not loaded.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.base import GgufNames, ModelFamily, llama_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.rope import read_rope, yarn_scale
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LatentSpec
@@ -92,10 +96,12 @@ def _dense_decoder(fields: JsonFields) -> DecoderSpec:
 
 
 def with_dense_layers(fields: JsonFields, decoder: DecoderSpec, experts: ExpertsSpec) -> DecoderSpec:
-    """Return `decoder` with experts in all layers but the first `first_k_dense_replace`."""
-    dense = int(fields.number("first_k_dense_replace", 0))
+    """Return `decoder` with experts in the layers of `mlp_layer_types`, else in all but `first_k_dense_replace`."""
+    layers, dense = len(decoder.layers), int(fields.number("first_k_dense_replace", 0))
+    default = ["dense" if index < dense else "sparse" for index in range(layers)]
+    kinds = layer_kinds(fields, layers, default, ("dense", "sparse"), key="mlp_layer_types")
     return decoder.each(
-        lambda index, layer: layer.with_feed_forward(experts=experts if index >= dense else None, bias=False)
+        lambda index, layer: layer.with_feed_forward(experts=experts if kinds[index] == "sparse" else None, bias=False)
     )
 
 
@@ -169,6 +175,7 @@ DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
     other_architectures=("KimiK2ForCausalLM",),
     model_type="deepseek_v3",
+    other_model_types=("kimi_k2",),
     decoder=_decoder3,
     defaults={
         "max_position_embeddings": 4096,
@@ -192,4 +199,29 @@ DEEPSEEK_V3 = ModelFamily(
         keys=_LATENT_KEYS,
         complete=lambda found: {**_from_gguf(found), "topk_method": "noaux_tc"},
     ),
+)
+DEEPSEEK_V32 = ModelFamily(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    decoder=_decoder3,
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "max_position_embeddings": 163840,
+        "index_topk": 2048,
+    },
+)
+GLM_MOE_DSA = ModelFamily(
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    decoder=_decoder3,
+    defaults={
+        **DEEPSEEK_V32.defaults,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 )

@@ -1,6 +1,6 @@
 """Gemma 1 to 4 (text), VaultGemma: norms with 1 + weight, scaled embeddings; soft caps in 2; two ropes in 3 and 4.
 
-Of Gemma 4 the models with embeddings of each layer and shared KV (E2B, E4B) are refused by name.
+Gemma 4 12B ("unified") has neither embeddings of each layer nor experts.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from moonpool.base.families.base import (
     ModelFamily,
     TensorNames,
     activation,
+    class_sizes,
     layer_kinds,
     llama_decoder,
     windowed,
@@ -196,9 +197,9 @@ VAULT_GEMMA = ModelFamily(
 )
 GEMMA3 = ModelFamily(
     architecture="Gemma3ForCausalLM",
-    other_architectures=("Gemma3ForConditionalGeneration",),
     model_type="gemma3_text",
     decoder=_decoder3,
+    sizes=class_sizes(262208, 2304, 9216, 26, 8),
     defaults={
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -214,8 +215,6 @@ GEMMA3 = ModelFamily(
         },
     },
     names=_NAMES,
-    renamed={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
-    inner_config="text_config",
     gguf=GgufNames(
         architecture="gemma3",
         whole_norms=True,
@@ -229,7 +228,6 @@ GEMMA3 = ModelFamily(
 )
 GEMMA4 = ModelFamily(
     architecture="Gemma4ForCausalLM",
-    other_architectures=("Gemma4ForConditionalGeneration",),
     model_type="gemma4_text",
     decoder=_decoder4,
     defaults={
@@ -253,6 +251,14 @@ GEMMA4 = ModelFamily(
         experts_down="experts.down_proj",
         expert="experts.{expert}.",
     ),
-    renamed={"model.": "model.language_model."},
-    inner_config="text_config",
+)
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    architecture="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    defaults={
+        **{key: value for key, value in GEMMA4.defaults.items() if not key.endswith("per_layer_input")},
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
 )

@@ -57,6 +57,7 @@ GLM = ModelFamily(
 GLM4 = ModelFamily(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
+    other_model_types=("glm4v_text",),
     decoder=_decoder4,
     defaults=_DENSE,
     names=TensorNames(
@@ -69,6 +70,7 @@ GLM4 = ModelFamily(
 GLM4_MOE = ModelFamily(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
+    other_model_types=("glm4v_moe_text",),
     decoder=_moe_decoder,
     defaults={
         "num_key_value_heads": 8,

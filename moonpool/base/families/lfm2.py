@@ -65,6 +65,13 @@ def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
 
+_GGUF = GgufNames(
+    architecture="lfm2",
+    keys={"conv_L_cache": "shortconv.l_cache", "listed_kv_heads": "attention.head_count_kv"},
+    complete=_from_gguf,
+    outer={"token_embd": "embedding", "token_embd_norm": "norm", "output": "head"},
+    recurrent={"shortconv.in_proj": "inputs", "shortconv.conv": "conv", "shortconv.out_proj": "output"},
+)
 LFM2 = ModelFamily(
     architecture="Lfm2ForCausalLM",
     model_type="lfm2",
@@ -92,13 +99,7 @@ LFM2 = ModelFamily(
         recurrent={"inputs": ("conv.in_proj",), "conv": ("conv.conv",), "output": ("conv.out_proj",)},
     ),
     other_keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
-    gguf=GgufNames(
-        architecture="lfm2",
-        keys={"conv_L_cache": "shortconv.l_cache", "listed_kv_heads": "attention.head_count_kv"},
-        complete=_from_gguf,
-        outer={"token_embd": "embedding", "token_embd_norm": "norm", "output": "head"},
-        recurrent={"shortconv.in_proj": "inputs", "shortconv.conv": "conv", "shortconv.out_proj": "output"},
-    ),
+    gguf=_GGUF,
 )
 LFM2_MOE = ModelFamily(
     architecture="Lfm2MoeForCausalLM",
@@ -127,4 +128,15 @@ LFM2_MOE = ModelFamily(
         expert_down="w2",
     ),
     other_keys=LFM2.other_keys,
+    gguf=replace(
+        _GGUF,
+        architecture="lfm2moe",
+        keys={
+            **_GGUF.keys,
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "num_dense_layers": "leading_dense_block_count",
+        },
+    ),
 )

@@ -70,7 +70,6 @@ def _rotated(fields: JsonFields, layers: int) -> Sequence[bool]:
 
 LLAMA4 = ModelFamily(
     architecture="Llama4ForCausalLM",
-    other_architectures=("Llama4ForConditionalGeneration",),
     model_type="llama4_text",
     decoder=_decoder,
     defaults={
@@ -97,6 +96,4 @@ LLAMA4 = ModelFamily(
         shared_up="feed_forward.shared_expert.up_proj",
         shared_down="feed_forward.shared_expert.down_proj",
     ),
-    renamed={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
-    inner_config="text_config",
 )

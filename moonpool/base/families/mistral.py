@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moonpool.base.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.base import GgufNames, ModelFamily, class_sizes, layer_kinds, llama_decoder, windowed
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec
 
@@ -38,7 +38,12 @@ MISTRAL = ModelFamily(
     architecture="MistralForCausalLM",
     model_type="mistral",
     decoder=_decoder,
-    defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 4096 * 32},
+    sizes=class_sizes(32000, 4096, 14336, 32, 32),
+    defaults={
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 4096 * 32,
+    },
 )
 MINISTRAL = ModelFamily(
     architecture="MinistralForCausalLM",

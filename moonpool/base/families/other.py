@@ -7,6 +7,7 @@ two configurations never share KV.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def whole_prompt_length(fields: JsonFields) -> int:
     return positions + 1
 
 
-def common_names(data: dict[str, Any]) -> dict[str, Any]:
+def common_names(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json's fields with the keys' common names beside config.json's own."""
     found = dict(data)
     for name, others in _OTHER_NAMES.items():

@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.base import (
+    GgufNames,
+    ModelFamily,
+    TensorNames,
+    class_sizes,
+    layer_kinds,
+    llama_decoder,
+    windowed,
+)
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec
 
@@ -51,8 +59,14 @@ def _moe_decoder(fields: JsonFields) -> DecoderSpec:
 QWEN2 = ModelFamily(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
+    other_model_types=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
     decoder=_decoder,
-    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768},
+    sizes=class_sizes(151936, 4096, 22016, 32, 32),
+    defaults={
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+    },
     gguf=GgufNames(architecture="qwen2"),
 )
 QWEN2_MOE = ModelFamily(

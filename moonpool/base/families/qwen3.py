@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.base.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.qwen2 import qwen_window, sparse_layer
 from moonpool.base.families.rope import read_rope
@@ -52,11 +52,12 @@ def _mellum_decoder(fields: JsonFields) -> DecoderSpec:
 QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
+    other_model_types=("qwen3_vl_text",),
     decoder=_decoder,
     defaults={
         "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_position_embeddings": 32768,
     },
-    gguf=GgufNames(architecture="qwen3"),
+    gguf=GgufNames(architecture="qwen3", other_architectures=("qwen3vl",)),
 )  # fmt: skip
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
@@ -72,12 +73,29 @@ QWEN3_MOE = ModelFamily(
     },
     gguf=GgufNames(
         architecture="qwen3moe",
+        other_architectures=("qwen3vlmoe",),
         keys={
             "num_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "moe_intermediate_size": "expert_feed_forward_length",
         },
         complete=lambda _: {"norm_topk_prob": True},
+    ),
+)
+QWEN3_VL_MOE = ModelFamily(
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe_text",
+    decoder=lambda fields: _moe_decoder(JsonFields({**fields.all(), "norm_topk_prob": True}, fields.source)),
+    defaults={
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "num_local_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "tie_word_embeddings": True,
+    },
+    names=TensorNames(
+        experts_gate_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj", experts_inputs_first=True
     ),
 )
 MELLUM = ModelFamily(

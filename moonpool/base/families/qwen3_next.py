@@ -96,17 +96,13 @@ QWEN3_NEXT = ModelFamily(
 )
 QWEN3_5 = ModelFamily(
     architecture="Qwen3_5ForCausalLM",
-    other_architectures=("Qwen3_5ForConditionalGeneration",),
     model_type="qwen3_5_text",
     decoder=_decoder,
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     names=_SHARED,
-    renamed={"model.": "model.language_model."},
-    inner_config="text_config",
 )
 QWEN3_5_MOE = ModelFamily(
     architecture="Qwen3_5MoeForCausalLM",
-    other_architectures=("Qwen3_5MoeForConditionalGeneration",),
     model_type="qwen3_5_moe_text",
     decoder=_moe_decoder,
     defaults={
@@ -118,6 +114,4 @@ QWEN3_5_MOE = ModelFamily(
         "shared_expert_intermediate_size": 512,
     },
     names=replace(_SHARED, experts_gate_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"),
-    renamed={"model.": "model.language_model."},
-    inner_config="text_config",
 )

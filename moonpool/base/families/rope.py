@@ -13,7 +13,9 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import RopeScaling, RopeSpec
 
-_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional", "mrope")
+_LONG = "long_factor_for_all"
+"""Set by `chosen_factors`."""
 
 
 def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, paired: bool = False) -> RopeSpec:
@@ -41,15 +43,33 @@ def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, pai
     return RopeSpec(theta, width, scaling, paired, magnitude)
 
 
+def chosen_factors(fields: JsonFields, max_model_len: int) -> JsonFields:
+    """Return the fields with LongRoPE's long factors for all sequences, if `max_model_len` is beyond the short ones'.
+
+    A sequence's KV must not depend on how long the sequence becomes, so that one of both holds for all.
+    """
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = fields.get(name)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "longrope":
+        return fields
+    if max_model_len <= _original(fields, JsonFields(rope, f"{fields.source}: {name}")):
+        return fields
+    chosen = {**rope, "short_factor": rope.get("long_factor"), _LONG: True}
+    return JsonFields({**fields.all(), name: chosen}, fields.source)
+
+
 def longest(fields: JsonFields) -> int:
-    """Return the positions for which frequencies do not depend on the sequence's length.
+    """Return the positions for which neither frequencies nor attention depend on the sequence's length.
 
     "longrope" and "dynamic" change all positions' frequencies when a sequence outgrows the original length. The KV of a
-    prefix would then depend on what follows, so that no sequence may outgrow the original length.
+    prefix would then depend on what follows, so that no sequence may outgrow the original length. Attention that
+    chooses `index_topk` keys (DeepSeek V3.2) sees all keys of a sequence that is no longer.
     """
     positions = fields.positive("max_position_embeddings")
+    if fields.get("index_topk") is not None:
+        positions = min(positions, fields.positive("index_topk"))
     rope, _ = _parameters(fields, "full_attention")
-    if rope.get("rope_type", rope.get("type", "default")) != "longrope":
+    if rope.get("rope_type", rope.get("type", "default")) != "longrope" or rope.flag(_LONG, False):
         return positions
     return min(positions, _original(fields, rope))
 
@@ -82,7 +102,8 @@ def _scaling(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
         raise UnsupportedModel(f"{name}.rope_type", f"{kind!r} is none of {', '.join(_KINDS)}")
-    if kind in ("default", "dynamic"):  # dynamic: the frequencies for the first max_position_embeddings positions
+    # dynamic: the frequencies for the first max_position_embeddings positions; mrope: a token of text has one position
+    if kind in ("default", "dynamic", "mrope"):
         return None, 1.0
     if kind == "linear":
         return RopeScaling("linear", rope.number("factor")), 1.0
@@ -100,7 +121,8 @@ def _scaling(
     magnitude = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
     divisors = rope.get("short_factor")
     if not isinstance(divisors, list) or len(divisors) != width // 2:
-        raise CheckpointError(f"{rope.source}.short_factor must be a list of {width // 2} numbers")
+        which = "long_factor" if rope.flag(_LONG, False) else "short_factor"
+        raise CheckpointError(f"{rope.source}.{which} must be a list of {width // 2} numbers")
     numbers = tuple(JsonFields({"short_factor": value}, rope.source).number("short_factor") for value in divisors)
     return RopeScaling("divisors", 1.0, divisors=numbers), rope.number("attention_factor", magnitude)
 

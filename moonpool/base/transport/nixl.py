@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from moonpool.base import world
+from moonpool.base.config import EXTRA_ADVICE
 from moonpool.base.errors import FrameError, StreamBroken
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.telemetry.logs import get_logger
@@ -61,7 +62,7 @@ class NixlAgent:
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
-            raise TransportUnavailableError(f"pip install 'moonpool[nixl]': {error}") from error
+            raise TransportUnavailableError(f"{EXTRA_ADVICE.format('nixl')}: {error}") from error
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         try:
             return cls(nixl_agent(world.random_hex(8), nixl_agent_config(backends=[BACKEND], sync_mode=strict)))

@@ -24,6 +24,7 @@ from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.checkpoint.lora import WEIGHTS, LoraAdapter, LoraModule, check_rank, describe_adapter, read_settings
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
+from moonpool.base.families.wrapped import wrapped_names
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.models.batch import BatchLoras
 from moonpool.engine.models.shards import slots_of_rank
@@ -233,7 +234,7 @@ def lora_places(config: ModelConfig, lora: LoraAdapter) -> dict[tuple[int, str],
 def _module_name(stored: Stored, modules: Mapping[str, LoraModule], renamed: Mapping[str, str]) -> str | None:
     name = stored.name.removesuffix(".weight")
     others = (name.replace(ours, theirs) for ours, theirs in renamed.items() if ours in name)
-    return next((known for known in (name, *others) if known in modules), None)
+    return next((known for known in (name, *wrapped_names(name), *others) if known in modules), None)
 
 
 def _slots(config: ModelConfig, index: int) -> Slots:

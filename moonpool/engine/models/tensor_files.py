@@ -86,7 +86,7 @@ class SafetensorsFiles:
         try:
             if info.file not in self._files:
                 self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
-            tensor: Tensor = self._files[info.file].get_tensor(name)
+            tensor: Tensor = self._files[info.file].get_tensor(info.name or name)
         except Exception as error:  # safetensors raises its own bare errors
             raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
         return tensor

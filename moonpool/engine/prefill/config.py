@@ -1,10 +1,11 @@
 """Flags of a prefill instance."""
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moonpool.base.config import stated
+from moonpool.base.errors import ConfigError
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.prefill.core.settings import PrefillSettings
 
@@ -22,6 +23,13 @@ class PrefillConfig(EngineConfig):
     max_queue: int = stated(PrefillSettings, "max_queue")
     load_timeout_s: float = stated(PrefillSettings, "load_timeout_s")
     verdict_timeout_s: float = stated(PrefillSettings, "verdict_timeout_s")
+
+    @model_validator(mode="after")
+    def _check_step(self) -> Self:
+        if 0 < self.max_num_batched_tokens < self.block_size:
+            reason = f"must be at least one block ({self.block_size} tokens), not {self.max_num_batched_tokens}"
+            raise ConfigError("max_num_batched_tokens", reason)
+        return self
 
     @property
     def most_step_tokens(self) -> int:

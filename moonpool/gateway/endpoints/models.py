@@ -20,7 +20,7 @@ async def list_models(gateway: GatewayContext, request: Request) -> Response:
     """The served model, under each name, and the LoRA adapters; in Anthropic's form for Anthropic's clients."""
     gateway.auth.tenant(request)
     state = await gateway.cluster.state()
-    names = _names(gateway, state)
+    names = served_model_names(gateway, state)
     if ANTHROPIC_HEADER in request.headers:
         data = [_anthropic_card(gateway, name) for name in names]
         return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
@@ -35,7 +35,7 @@ async def get_model(gateway: GatewayContext, request: Request) -> Response:
     """
     gateway.auth.tenant(request)
     state, name = await gateway.cluster.state(), request.path_params["model"]
-    names = _names(gateway, state)
+    names = served_model_names(gateway, state)
     if name not in names:
         raise NotFound(f"only {', '.join(map(repr, names))} is served")
     if ANTHROPIC_HEADER in request.headers:
@@ -43,7 +43,8 @@ async def get_model(gateway: GatewayContext, request: Request) -> Response:
     return json_response(_model_card(gateway, state, name))
 
 
-def _names(gateway: GatewayContext, state: ClusterState) -> list[str]:
+def served_model_names(gateway: GatewayContext, state: ClusterState) -> list[str]:
+    """The names under which clients know the model, and those of LoRA adapters."""
     return [*(gateway.served_names or [state.model]), *(lora.name for lora in state.loras)]
 
 

@@ -221,6 +221,16 @@ class GatewayTokenizer:
             self._thinks_at_once[key] = reasoning is not None and reasoning.is_open(prompt)
         return self._thinks_at_once[key]
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return self._tokenizer.takes_tools
+
     def template_has(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
         return variable in self._tokenizer.chat_template

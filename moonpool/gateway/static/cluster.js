@@ -63,7 +63,7 @@ function flow({ recent, queue, instances }) {
   return stations.flatMap((part, at) => (at ? [el("span", { "aria-hidden": "true" }, "→"), part] : [part]));
 }
 
-const station = (name, value, more) => el("article", {}, el("h3", {}, name),
+const station = (name, value, more) => el("article", {}, el("h2", {}, name),
   el("p", { class: "big" }, value), el("p", { class: "note" }, more));
 
 function figures({ recent, queue, conductor, emulated, ready }) {

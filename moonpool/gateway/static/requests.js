@@ -113,6 +113,6 @@ function candidates({ candidates: found, placement, policy }) {
     ...(each.excluded ? ["–", "–", "–", "–"] : [each.queue_s, each.load_s, each.prefill_s, total(each)].map(seconds)),
     each.excluded || (each.instance === placement?.prefill ? "chosen" : ""),
   ]);
-  const heads = ["instance", "own blocks", "used blocks", "queue", "load", "compute", "TTFT", ""];
+  const heads = ["instance", "own blocks", "used blocks", "queue", "load", "compute", "TTFT", "why"];
   return el("div", {}, el("h2", {}, "Where its prefill could have run"), table(`Predicted; policy ${policy}`, heads, rows));
 }

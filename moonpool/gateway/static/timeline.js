@@ -15,7 +15,7 @@ export function timelineChart({ phases, names, timeline }, end_s = 0) {
       seconds(phase.end_s - phase.begin_s), drawn];
   });
   return el("div", { class: "phases" },
-    table("Phases: tokens, when each began since the request came, and how long it took", ["phase", "tokens", "from", "for", ""], rows));
+    table("Phases: tokens, when each began since the request came, and how long it took", ["phase", "tokens", "from", "for", "on a line of time"], rows));
 }
 
 /** All phases in one bar on a line of time that ends at `end_s`. */

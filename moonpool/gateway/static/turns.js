@@ -19,7 +19,7 @@ export function turnView(turn, [label, pressed]) {
   const view = { said: el("div", { class: "said" }), more: el("div") };
   const actions = el("div", { class: "actions" },
     button("Copy", ({ target }) => copy(target, view.said, turn.content)), button(label, pressed, { class: "change" }));
-  view.shown = el("article", { class: `turn ${turn.role}` }, el("h3", {}, own ? "You" : "Model"), view.said, view.more, actions);
+  view.shown = el("article", { class: `turn ${turn.role}` }, el("h2", {}, own ? "You" : "Model"), view.said, view.more, actions);
   return view;
 }
 

@@ -6,6 +6,7 @@ with the end of the function. A call that is quoted within a value, from its beg
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -179,11 +180,23 @@ class TaggedCallReader(CallReader):
                 unpaired = self._balance < 0 if self._syntax.end else self._depth or self._close is not None
                 if self._nested and unpaired and self._text.rstrip().endswith(closing):
                     # A mark within the value has no counterpart: read the value once more, without counting.
-                    self._nested, self._depth, self._close, self._function_close = False, 0, None, None
-                    self._at = self._begin
-                    return [*self.push(""), *(self.end(is_cut=is_cut) if self.rest is None else [])]
+                    again = self._uncounted()
+                    found = again.push("")
+                    behind = (again.rest or "").strip()
+                    if (
+                        not is_cut or not behind or behind.startswith(self._mark)
+                    ):  # else the answer was cut in the value
+                        self.rest = again.rest
+                        return [*found, *(again.end(is_cut=is_cut) if again.rest is None else [])]
                 self._cut_value(output)
         return output
+
+    def _uncounted(self) -> TaggedCallReader:
+        """A reader that begins the value anew and counts no functions within."""
+        again = copy.copy(self)
+        again._nested, again._depth, again._close, again._function_close = False, 0, None, None
+        again._at = self._begin
+        return again
 
     def _pass_text(self, end: int, output: list[ParserOutput]) -> None:
         """Read text without marks, up to a place."""

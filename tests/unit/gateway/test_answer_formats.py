@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -338,17 +339,21 @@ def test_cut_answers_read_the_same_whole_and_streamed(name: str) -> None:
     for _ in range(4):
         call = drawn_call(name, draw)
         text = said(name, calls=[call])
-        for at in [*range(len(text)), *(draw.randrange(len(text)) for _ in range(8))]:
-            cut = text[:at]
-            found = parsed(name, cut, is_cut=True)
-            assert parsed(name, cut, [cut[n : n + 5] for n in range(0, at, 5)], is_cut=True) == found
-            assert parsed(name, cut, list(cut)) == parsed(name, cut)
-            if not SPOKEN[name].is_whole:
-                assert all(len(part) < 3 for part in found if isinstance(part, str)), cut
-            calls = [part for part in found if not isinstance(part, str)]
-            assert [part[0] for part in calls] in ([], [call[0]]), cut
-            if calls and is_json(calls[0][1]):
-                assert json.loads(calls[0][1]) == call[1], cut
+        for at in range(len(text)):
+            check_cut(name, call, text[:at])
+            assert parsed(name, text[:at], list(text[:at])) == parsed(name, text[:at])
+
+
+def check_cut(name: str, call: Call, cut: str) -> None:
+    """Check an answer that is the beginning of a call."""
+    found = parsed(name, cut, is_cut=True)
+    assert parsed(name, cut, [cut[n : n + 5] for n in range(0, len(cut), 5)], is_cut=True) == found
+    if not SPOKEN[name].is_whole:
+        assert all(len(part) < 3 for part in found if isinstance(part, str)), cut
+    calls = [part for part in found if not isinstance(part, str)]
+    assert [part[0] for part in calls] in ([], [call[0]]), cut
+    if calls and is_json(calls[0][1]):
+        assert json.loads(calls[0][1]) == call[1], cut
 
 
 def is_json(text: str) -> bool:
@@ -379,11 +384,33 @@ def test_malformed_answers_break_nothing(name: str) -> None:
     """Read alike whole and in pieces, and only offered functions are called."""
     draw = random.Random(49)
     for malform, _ in itertools.product(MALFORMED, range(12)):
-        text = malform(said(name, calls=[drawn_call(name, draw)]), draw)
-        found = parsed(name, text)
-        assert parsed(name, text, list(text)) == found, text
-        names = [part[0] for part in found if not isinstance(part, str)]
-        assert set(names) <= {*TOOLS.names, "thought"}, text
+        check_malformed(name, malform(said(name, calls=[drawn_call(name, draw)]), draw))
+
+
+def check_malformed(name: str, text: str) -> None:
+    """Check an answer that is written wrongly."""
+    found = parsed(name, text)
+    assert parsed(name, text, list(text)) == found, text
+    names = [part[0] for part in found if not isinstance(part, str)]
+    assert set(names) <= {*TOOLS.names, "thought"}, text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ROWS)
+def test_two_hundred_calls_cut_everywhere_and_malformed(name: str) -> None:
+    """As the tests before, for 200 calls of a new seed, which a failure shows; MOONPOOL_SEED repeats it."""
+    seed = int(os.environ.get("MOONPOOL_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"MOONPOOL_SEED={seed}")
+    draw = random.Random(seed)
+    for _ in range(200):
+        call = drawn_call(name, draw)
+        text = said(name, calls=[call])
+        assert read_calls(parsed(name, text)) == [call], text
+        for at in range(len(text)):
+            check_cut(name, call, text[:at])
+        for malform in MALFORMED:
+            check_malformed(name, malform(text, draw))
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if not SPOKEN[name].is_whole])

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)}")]
 WAIT_MS = 30_000
+AXE = Path(__file__).parents[3] / ".clients" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+INSTALL_AXE = "npm install --prefix .clients/axe axe-core@4.14.1"
 MARKDOWN = "# Head\n\n```python\nprint(1)\n```\n\n[x](javascript:alert(1)) <img src=x onerror=alert(1)>"
 
 
@@ -255,3 +258,34 @@ async def test_cluster_and_requests() -> None:
         await page.select_option("#kind", "cancelled")
         await found.first.click()
         await page.locator("#story", has_text="Cancelled before it was placed").wait_for()
+
+
+async def findings(page: Any) -> list[str]:
+    """What axe finds wrong with the page as it is: the rule, and where."""
+    await page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = await page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{each['id']}: {node['target']} {node['failureSummary']}"
+        for each in found["violations"]
+        for node in each["nodes"]
+    ]
+
+
+@pytest.mark.skipif(not AXE.exists(), reason=f"no axe; {INSTALL_AXE}")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_has_no_finding(scheme: str) -> None:
+    """Names, contrasts, roles and order of all views, with an answer, and on a phone."""
+    calls = Calls(ready(cluster()), iter([says(MARKDOWN)]))
+    wrong: dict[str, list[str]] = {}
+    async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
+        await page.emulate_media(color_scheme=scheme)
+        wrong["empty"] = await findings(page)
+        await say(page, "hi")
+        wrong["answer"] = await findings(page)
+        for view in ("see", "cluster", "requests", "requests/of-ann"):
+            await page.goto(f"http://127.0.0.1:{port}/#{view}")
+            await page.locator(f"nav a[href='#{view.partition('/')[0]}'][aria-current]").wait_for()
+            wrong[view] = await findings(page)
+        await page.set_viewport_size({"width": 390, "height": 800})
+        wrong["phone"] = await findings(page)
+    assert {view: found for view, found in wrong.items() if found} == {}

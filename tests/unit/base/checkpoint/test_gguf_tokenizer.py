@@ -84,6 +84,33 @@ def test_digits_stand_alone_where_the_model_was_trained_so(tmp_path: Path) -> No
     assert [digits.decode([token]) for token in digits.encode(text)] == ["a", "  ", "1", "2"]
 
 
+SPLIT = "it'S 12345 aBc q\u0301漢x.y!\n"
+DIGITS = (" ", *"12345")
+THREES = (" ", "123", "45")
+PIECES = {
+    ("gpt-2", "olmo", "exaone4"): ("it", "'", "S", " 12345", " aBc", " q", "\u0301", "漢x", ".", "y", "!", "\n"),
+    ("llama-bpe", "lfm2", "glm4"): ("it", "'S", *THREES, " aBc", " q", "\u0301漢x", ".y", "!\n"),
+    ("qwen2", "stablelm2", "hunyuan"): ("it", "'S", *DIGITS, " aBc", " q", "\u0301漢x", ".y", "!\n"),
+    ("seed-coder",): ("it", "'S", *DIGITS, " aBc", " q", "\u0301漢x", ".y", "!", "\n"),
+    ("qwen35",): ("it", "'S", *DIGITS, " aBc", " q\u0301漢x", ".y", "!\n"),
+    ("deepseek-v3", "hunyuan-dense"): ("it", "'S", *THREES, " aBc", " q\u0301", "漢", "x", ".y", "!\n"),
+    ("gpt-4o", "llama4", "minimax-m2"): ("it'S", *THREES, " a", "Bc", " q\u0301漢x", ".y", "!\n"),
+    ("kimi-k2",): ("it'S", *THREES, " a", "Bc", " q\u0301", "漢", "x", ".y", "!\n"),
+    ("tekken",): ("it", "'S", *DIGITS, " a", "Bc", " q\u0301漢x", ".y", "!\n"),
+}
+"""Where texts are cut before merging, by name."""
+
+
+@pytest.mark.parametrize(("name", "pieces"), [(name, pieces) for names, pieces in PIECES.items() for name in names])
+def test_texts_are_cut_as_in_training(name: str, pieces: tuple[str, ...], tmp_path: Path) -> None:
+    """All merges within the text are known, so that every piece becomes one token."""
+    ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(SPLIT)
+    ends = [(begin, begin + width) for width in range(2, len(spelled) + 1) for begin in range(len(spelled) - width + 1)]
+    merges = [f"{spelled[begin:at]} {spelled[at:end]}" for begin, end in ends for at in range(begin + 1, end)]
+    tokenizer = Tokenizer.load(write_bytes(tmp_path / "model.gguf", name, list(dict.fromkeys(merges))))
+    assert tuple(tokenizer.decode([token]) for token in tokenizer.encode(SPLIT)) == pieces
+
+
 def test_unknown_tokenizers_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.pre: 'viking' is none of"):
         Tokenizer.load(write_bytes(tmp_path / "a.gguf", "viking", ["a b"]))

@@ -221,3 +221,13 @@ def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     assert model_name(f"{tmp_path}/here/") == "here"
     assert model_name(f"{tmp_path}/here/../here") == "here"
+
+
+def test_a_part_for_pictures_is_no_model(tmp_path: Path) -> None:
+    picture = tmp_path / "mmproj-tiny-F16.gguf"
+    picture.touch()
+    with pytest.raises(CheckpointError, match="part for pictures"):
+        resolve(str(tmp_path))
+    model = tmp_path / "tiny-Q4_K_M.gguf"
+    model.touch()
+    assert resolve(str(tmp_path)) == model

@@ -116,6 +116,21 @@ def test_inspect(tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path).computed == "all layers torch (a sliding window)"
 
 
+def test_inspect_counts_what_engines_load(tmp_path: Path) -> None:
+    """Not the layers behind the last one and further tensors that only drafting uses, nor an indexer."""
+    names = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"]
+    further = [
+        "model.layers.2.mlp.up_proj.weight",
+        "mtp.layers.0.norm.weight",
+        "model.layers.0.self_attn.indexer.wk.weight",
+    ]
+    tensors = {name: ("F32", [2, 4], bytes(32)) for name in (*names, *further)}
+    write_weights(write_config(tmp_path) / "model.safetensors", tensors)
+    report = inspect_checkpoint(tmp_path, "float32")
+    assert (report.parameters, report.weight_bytes) == (16, 64)
+    assert report.file_bytes == (tmp_path / "model.safetensors").stat().st_size
+
+
 def test_inspect_tells_recurrent_states(tmp_path: Path) -> None:
     """LFM2: two inputs of 64 channels, float32, in one of two layers."""
     write_config(

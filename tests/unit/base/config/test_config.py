@@ -209,7 +209,7 @@ def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
         PoolConfig.load(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: moonpool pool ")
+    assert text.startswith("Usage: moonpool pool ")
     assert "Runs a pool." in text
     with_flags = {name for names in PoolConfig.flags().values() for name in names}
     assert with_flags == {
@@ -217,12 +217,13 @@ def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
         *("listen", "advertise", "metrics_listen", "id", "log_level"),
     }
     for name, field in PoolConfig.model_fields.items():
-        shown = re.search(rf"^  --{name.replace('_', '-')}[ ,]", text, re.MULTILINE) is not None
+        shown = re.search(rf"^  --{name.replace('_', '-')}[ /\n]", text, re.MULTILINE) is not None
         assert shown == (name in with_flags), name
         assert field.description
-    assert text.index("\npool:") < text.index("\nnetwork:")
-    assert "memory for KV, bytes (100% of it) [default: 1KiB]" in text
-    assert "conductor to join, HOST:PORT [required]" in text
+    assert text.index("\nPool:") < text.index("\nNetwork:")
+    told = " ".join(text.split())
+    assert "memory for KV, bytes (100% of it) [default: 1KiB]" in told
+    assert "conductor to join, HOST:PORT [required]" in told
     assert "--config" in text
     assert "MOONPOOL_" in text
 

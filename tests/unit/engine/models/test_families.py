@@ -14,8 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint.config import config_hash
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
+from moonpool.base.families.rope import longest
+from moonpool.base.families.wrapped import WRAPPER
 from tests.unit.engine.models.forward import Runner
 from tests.unit.engine.models.test_parity import assert_greedy
 
@@ -44,6 +48,7 @@ LATENT = {
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+INDEXED = {"index_topk": 512, "index_head_dim": 16, "index_n_heads": 2}
 FACTORS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
@@ -78,6 +83,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "deepseek_v3",
         {**LATENT, **ROUTED, **GROUPS, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "deepseek_v32": ("deepseek_v32", {**LATENT, **ROUTED, **GROUPS, **INDEXED}),
     "dots1": (
         "dots1",
         {**HEAD, **ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
@@ -127,6 +133,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "glm4_moe_lite",
         {**LATENT, **ROUTED, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     ),
+    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **ROUTED, **INDEXED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "gpt2": ("gpt2", {}),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_neox": ("gpt_neox", {}),
@@ -206,6 +213,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma4, experts": (
         "gemma4_text",
         {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4, unified": (
+        "gemma4_unified_text",
+        {**HEAD, **WINDOW, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "mellum": (
         "mellum",
@@ -353,6 +364,21 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
             assert_greedy(model, prompt, answer)
 
 
+def test_long_factors_of_longrope_hold_for_all_sequences_if_asked_for(tmp_path: Path) -> None:
+    """transformers takes the long factors for sequences beyond the original length, as all of these are."""
+    scaling = {**CASES["phi3, longrope"][1]["rope_scaling"], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0]}
+    model = reference("phi3", {"original_max_position_embeddings": 24, "rope_scaling": scaling})
+    model.save_pretrained(tmp_path)
+    short, long = load_config(tmp_path), load_config(tmp_path, max_model_len=25)
+    assert load_config(tmp_path, max_model_len=24) == short
+    assert (short.max_position_embeddings, long.max_position_embeddings) == (24, 512)
+    assert config_hash(short) != config_hash(long)
+    prompts = [list(range(3, 3 + length)) for length in (33, 80)]
+    answers = Runner(tmp_path, torch.float32, borders=(1,), config=long).generate(prompts, NEW, chunk=16, budget=40)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_greedy(model, prompt, answer)
+
+
 @pytest.mark.parametrize(
     ("case", "architecture", "body", "head"),
     [
@@ -429,15 +455,26 @@ def test_what_gemma_4_cannot_be_is_refused_by_name(field: str, value: Any) -> No
         family.decoder(family.fields({**config, field: value}, "config.json"))
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sequences_end_where_attention_would_choose_keys(model_type: str) -> None:
+    family = next(family for family in FAMILIES.values() if family.model_type == model_type)
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **LATENT, "index_topk": 100}).to_dict()
+    assert longest(family.fields(config, "config.json")) == 100
+    assert longest(family.fields({**config, "index_topk": 600}, "config.json")) == TINY["max_position_embeddings"]
+    del config["index_topk"]
+    assert longest(family.fields({**config, "max_position_embeddings": 4096}, "config.json")) == 2048
+
+
 def test_every_family_has_a_case() -> None:
-    assert {family.model_type for family in FAMILIES.values()} == {model_type for model_type, _ in CASES.values()}
+    decoders = {family.model_type for name, family in FAMILIES.items() if not name.endswith(WRAPPER)}
+    assert decoders == {model_type for model_type, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("family", {family.model_type: family for family in FAMILIES.values()}.values())
 def test_absent_keys_have_the_defaults_of_transformers(family: Any) -> None:
     theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
     rope = theirs.get("rope_parameters") or {}
-    for key, value in family.defaults.items():
+    for key, value in {**family.sizes, **family.defaults}.items():
         if key in ("rope_theta", "partial_rotary_factor"):
             found = theirs.get(key, rope.get(key, rope.get("full_attention", {}).get(key)))
         elif key in DIFFERENT.get(family.model_type, ()):

@@ -107,6 +107,18 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "lfm2",
         {"attention.head_count_kv": [0, 2, 0, 0], "feed_forward_length": 256, "shortconv.l_cache": 3},
     ),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            "attention.head_count_kv": [0, 2, 0, 0],
+            "shortconv.l_cache": 3,
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+    ),
     "llama": ("mixtral", {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6}),
     "minimax-m2": (
         "minimax_m2",
@@ -137,6 +149,11 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3moe": ("qwen3_moe", {"expert_count": 8, "expert_used_count": 8, "expert_feed_forward_length": 768}),
+    "qwen3vl": ("qwen3", {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}),
+    "qwen3vlmoe": (
+        "qwen3_moe",
+        {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 48, "n_deepstack_layers": 3},
+    ),
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
     "stablelm": ("stablelm", {"rope.dimension_count": 4}),
@@ -159,6 +176,7 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
             "mscale_all_dim": 1.0,
         }
     },
+    "lfm2moe": {"tie_word_embeddings": True},  # files have no head
     "qwen3moe": {"moe_intermediate_size": 768, "num_experts_per_tok": 8},
     "starcoder2": {"sliding_window": None},
 }
@@ -222,6 +240,7 @@ def renamed(name: str) -> str:
         ("gate.moe_statics", "moe_statics"),  # modules here have other names than checkpoints
         ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
         ("e_score_correction_bias", "e_score_correction.bias"),
+        ("expert_bias", "expert_bias.bias"),
     ):
         name = name.replace(ours, theirs)
     return name
@@ -308,7 +327,8 @@ def test_files_of_deepseek_v3_say_deepseek2_too(tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_family_with_a_gguf_name_has_a_case() -> None:
-    named = {family.gguf.architecture for family in FAMILIES.values() if family.gguf is not None}
+    found = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
+    named = {name for names in found for name in (names.architecture, *names.other_architectures)}
     assert named == FILES.keys() | {"llama", "qwen2", "qwen3"}
 
 

@@ -44,3 +44,9 @@ def test_decode_flags() -> None:
 def test_wrong_flags_are_named(flag: str, value: str) -> None:
     with pytest.raises(ConfigError, match=flag.removeprefix("--").replace("-", "_")):
         PrefillConfig.load([*COMMON, flag, value])
+
+
+def test_steps_below_a_block_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: must be at least one block \(32 tokens\), not 31"):
+        PrefillConfig.load([*COMMON, "--max-num-batched-tokens", "31"])
+    assert PrefillConfig.load([*COMMON, "--max-num-batched-tokens", "32"]).max_num_batched_tokens == 32
