@@ -114,8 +114,8 @@ class StageModel:
         else:
             runs, self.not_native = [], [f"{ranks.ranks} ranks"] * len(self.layers)
         self._runs = {layer: run for run in runs for layer in range(run.index, run.end)}
-        whole = len(runs) == 1 and len(self._runs) == len(self.layers)
-        self._one_call = runs[0] if whole else None
+        one_call = len(runs) == 1 and len(self._runs) == len(self.layers)
+        self._one_call = runs[0] if one_call else None
 
     @property
     def is_first(self) -> bool:
@@ -576,7 +576,7 @@ def _normed_over_ranks(weights: AttentionWeights, spec: AttentionSpec, qk: Tenso
 
     A head of several ranks counts as often in the squares' sum as in their number.
     """
-    norms, parts = (weights.q_norm, weights.k_norm), qk.split([spec.num_heads, qk.shape[1] - spec.num_heads], 1)
+    norms, parts = (weights.q_norm, weights.k_norm), torch.split(qk, [spec.num_heads, qk.shape[1] - spec.num_heads], 1)
     squares = ranks.sum(torch.stack([part.float().square().sum((1, 2)) for part in parts]))
     found = []
     for part, norm, square in zip(parts, norms, squares, strict=True):

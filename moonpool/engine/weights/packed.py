@@ -136,8 +136,8 @@ class PackedWeight(LinearWeight):
     def narrow(self, begin: int, end: int) -> PackedWeight | None:
         """Return some inputs; None if they are not whole groups, or whole blocks of groups with units."""
         one = self.group == self.inputs  # all inputs share a scale
-        units = [part.shape[1] for part in (self.units, self.offset_units) if part is not None]
-        least = 2 if one else max(self.group, *(self.inputs // blocks for blocks in units), 0)
+        of_units = [self.inputs // its.shape[1] for its in (self.units, self.offset_units) if its is not None]
+        least = 2 if one else max(self.group, *of_units, 0)
         if begin % least or end % least:
             return None
 

@@ -69,7 +69,7 @@ def test_bfloat16_is_near_one_process(checkpoint: Path) -> None:
             stages.run(Step(1, (part(PROMPT, 0),), layer_events=True))
             data = b"".join(bytes(stages.pool.slice(layer, TABLE[0])) for layer in range(stages.pool.layout.layers))
             found.append(torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float())
-    assert torch.allclose(*found, rtol=0.05, atol=0.05 * float(found[0].abs().max()))
+    assert torch.allclose(found[0], found[1], rtol=0.05, atol=0.05 * float(found[0].abs().max()))
     assert not torch.equal(found[0], torch.zeros_like(found[0]))
 
 

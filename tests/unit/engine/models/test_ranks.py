@@ -27,23 +27,28 @@ from tests.unit.engine.ranks import SIZE, RankedStages, ranked
 
 PROMPT = [7 + number * 13 % 90 for number in range(2 * SIZE + 9)]
 TABLE = (4, 1, 6, 2, 7)
-RECURRENT = ("granite, hybrid", "granite, hybrid, dense", "kimi_linear", "lfm2", "lfm2, biases", "lfm2_moe")
-RECURRENT += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+RECURRENT = [
+    *("granite, hybrid", "granite, hybrid, dense", "kimi_linear", "lfm2", "lfm2, biases", "lfm2_moe"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+]
 QUICK = ("falcon, new", "gemma4, shared KV", "gpt2", "gpt_oss", "deepseek_v2, groups", "olmo2")
 """Grouped projections, layers of other layers' KV, inputs first, experts in one tensor, MLA, norms over all heads."""
 
 
-def answer(stages: RankedStages, new: int) -> list[int | None]:
+def answer(stages: RankedStages, new: int) -> list[int]:
     """Greedy tokens behind a prompt in two chunks."""
     parts = [SequenceStep(array("i", PROMPT[: 2 * SIZE]).tobytes(), 0, TABLE[:2])]
     parts.append(SequenceStep(array("i", PROMPT[2 * SIZE :]).tobytes(), 2 * SIZE, TABLE[:3], SampleSpec()))
     stages.run(Step(1, (parts[0],), layer_events=True))
-    tokens = list(stages.run(Step(2, (parts[1],), layer_events=True)).sampled)
-    while len(tokens) < new:
-        step_id, start = len(tokens) + 2, len(PROMPT) + len(tokens) - 1
-        last = array("i", [tokens[-1]]).tobytes()  # type: ignore[list-item]
-        tokens += stages.run(Step(step_id, (SequenceStep(last, start, TABLE, SampleSpec()),))).sampled
-    return tokens
+    done, tokens = stages.run(Step(2, (parts[1],), layer_events=True)), list[int]()
+    while True:
+        [token] = done.sampled
+        assert token is not None
+        tokens.append(token)
+        if len(tokens) == new:
+            return tokens
+        last, start = array("i", [token]).tobytes(), len(PROMPT) + len(tokens) - 1
+        done = stages.run(Step(len(tokens) + 2, (SequenceStep(last, start, TABLE, SampleSpec()),)))
 
 
 def kv(stages: RankedStages) -> list[tuple[bytes, int]]:
