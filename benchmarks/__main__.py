@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import page
-from benchmarks.frame import run, today
+from benchmarks.frame import machine, run, today
 
 ALL = (
     "batches",
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     date = today()
     for name in options.names or ALL:
         module = importlib.import_module(f"benchmarks.{name}")
-        path = options.results / f"{name}.json"
+        path = page.result_path(options.results, name, machine())
         arguments = ["--runs", str(options.runs), "--out", str(path), "--date", date]
         run(name, module.measure, arguments, flags=getattr(module, "flags", None))
     print(page.write(options.results))

@@ -8,10 +8,11 @@ or more; figures are wanted of bfloat16. All have all cores. Every figure is fro
 and clients that are connected, to the last one's end: a prompt of 2,048 tokens and its first token; answers of 64
 tokens to prompts of 128, in batches. Prompts are fresh in every run, so no KV is cached.
 In each run ours and the peers' are measured one after the other. Peers are installed once, each into a separate
-environment (`--peers`). Beside them stand this machine's limits: its best matrix product, and for one sequence reading
-all weights once a token, by the memory's speed just before each run. Greedy steps of few sequences read the head as
-bytes (`moonpool.engine.kernels.int8_head`): so there is a second limit, of what they read. Beside these limits count
-the tokens behind the first ones, in the time that whole answers take longer than answers of one token.
+environment (`--peers`); vLLM by `make test-engines`. Beside them stand this machine's limits: its best matrix product,
+and for one sequence reading all weights once a token, by the memory's speed just before each run. Greedy steps of few
+sequences read the head as bytes (`moonpool.engine.kernels.int8_head`): so there is a second limit, of what they read.
+Beside these limits count the tokens behind the first ones, in the time that whole answers take longer than answers of
+one token.
 
 Our decode guesses tokens as by default; `--speculative off` leaves that out.
 

@@ -23,12 +23,15 @@ from moonpool.cli.stack import LocalStack, StackPlan
 
 ENDPOINT = "/v1/chat/completions"
 WORDS = tuple("the tide of a moon pool turns when ships lie still and every rope hangs down".split())  # noqa: SIM905
-TEMPLATE = """{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}\
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}\
+{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}\
 {% set last.user = loop.index %}{% endif %}{% endfor %}{% for m in messages %}[{{ m.role }}]\
 {% if m.reasoning_content and loop.index > last.user %}<think>{{ m.reasoning_content }}</think>{% endif %}\
 {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}[end]{% endfor %}\
 {% if add_generation_prompt %}[assistant]<think>{% endif %}"""
-"""Opens the thinking, and leaves out the thinking before the user's last message, as Qwen3's template does."""
+"""Takes tools, so that results are turns of a tool. Opens the thinking, and leaves out the thinking before the user's
+last message, as Qwen3's template does.
+"""
 
 
 @contextmanager
@@ -102,7 +105,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--calls", type=int, default=6)
     add("--words", type=int, default=150, help="words of a call's result")
-    add("--pause-s", type=float, default=3.0, help="seconds between an answer and the user's next turn")
+    add("--pause-s", type=float, default=10.0, help="seconds between an answer and the user's next turn")
     add("--engine", default="emulated:llama-70b-a800")
     add("--time-scale", type=float, default=1.0, help="emulated seconds per second")
 

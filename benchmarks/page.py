@@ -4,6 +4,7 @@
 history of the files.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def load(folder: Path) -> list[Result]:
             results.append({"skipped": ""} | result | rows)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name} is not a benchmark's result: {error!r}") from error
-    return sorted(results, key=lambda result: str(result["benchmark"]))
+    return sorted(results, key=lambda result: (str(result["benchmark"]), machine_class(result)))
 
 
 def machine_class(result: Result) -> str:
@@ -49,11 +50,21 @@ def machine_class(result: Result) -> str:
     return f"{named}, {machine.get('cores') or '?'} cores"
 
 
+def result_path(folder: Path, benchmark: str, machine: dict[str, Any]) -> Path:
+    """Return where this machine's result is kept: in place of an older one, beside other processors' results."""
+    path = folder / f"{benchmark}.json"
+    if path.exists() and machine_class(json.loads(path.read_text())) != machine_class({"machine": machine}):
+        return folder / f"{benchmark}-{machine['instructions']}.json"
+    return path
+
+
 def page(results: Iterable[Result]) -> str:
     """Return the page as Markdown."""
     lines = [_HEAD]
-    for result in results:
-        lines += ["", f"## {result['benchmark']}", "", *_section(result)]
+    for benchmark, its in itertools.groupby(results, key=lambda result: result["benchmark"]):
+        lines += ["", f"## {benchmark}"]
+        for result in its:
+            lines += ["", *_section(result)]
     return "\n".join(lines) + "\n"
 
 

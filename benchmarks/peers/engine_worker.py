@@ -1,9 +1,9 @@
 """Another engine as a process that answers lines of JSON: `python engine_worker.py ENGINE MODEL THREADS DTYPE DEVICE`.
 
-ENGINE is openvino, llama_cpp or transformers; DTYPE, float32 or bfloat16, is what these can be told; DEVICE is cpu, or
-for transformers cuda. It runs in the Python of the peer's environment and imports nothing of Moonpool. The first line
-that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts of one
-length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each,
+ENGINE is openvino, llama_cpp, vllm or transformers; DTYPE, float32 or bfloat16, is what these can be told; DEVICE is
+cpu, or for transformers cuda. It runs in the Python of the peer's environment and imports nothing of Moonpool. The
+first line that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts
+of one length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each,
 computed together.
 """
 
@@ -90,6 +90,29 @@ def llama_cpp(model: str, threads: int, dtype: str, device: str) -> tuple[str, A
     return f"llama-cpp-python {lib.__version__}", answer
 
 
+def vllm(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
+    """The engine of vLLM for CPUs on a folder, in this process; prompts are computed anew each time."""
+    import os
+
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    import vllm as lib
+
+    loaded = lib.LLM(
+        model, dtype=dtype, max_model_len=LONGEST, max_num_seqs=MOST, max_num_batched_tokens=LONGEST,
+        enable_prefix_caching=False, skip_tokenizer_init=True,
+    )  # fmt: skip
+
+    def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
+        sampling = lib.SamplingParams(
+            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        asked = [lib.TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        return [list(out.outputs[0].token_ids) for out in loaded.generate(asked, sampling, use_tqdm=False)]
+
+    return f"vLLM {lib.__version__}", answer
+
+
 def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
     """Hugging Face transformers on a folder, or a GGUF file."""
     import torch
@@ -112,7 +135,7 @@ def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str
     return f"transformers {lib.__version__}", answer
 
 
-ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "transformers": transformers}
+ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "vllm": vllm, "transformers": transformers}
 
 
 def main(name: str, model: str, threads: str, dtype: str, device: str) -> None:

@@ -15,9 +15,11 @@ from benchmarks.frame import Skipped
 WORKER = Path(__file__).with_name("engine_worker.py")
 PACKAGES = {"openvino": ("openvino-genai==2026.4.1.0",), "llama_cpp": ("llama-cpp-python==0.3.36", "numpy==2.4.6")}
 """That each needs; the last one is compiled for this machine, which takes minutes. transformers is ours."""
-NAMES = {"openvino": "OpenVINO GenAI", "llama_cpp": "llama.cpp", "transformers": "transformers"}
-START_S = 300.0
-"""That one may take to load a model."""
+NAMES = {"openvino": "OpenVINO GenAI", "llama_cpp": "llama.cpp", "vllm": "vLLM", "transformers": "transformers"}
+INSTALLED = {"vllm": Path(".engines/vllm/bin/python")}
+"""The Python of peers that `make test-engines` installs, at exact versions."""
+START_S = 900.0
+"""That one may take to load a model; vLLM compiles it, too."""
 
 
 class Environment:
@@ -27,14 +29,20 @@ class Environment:
         folder: of all of them.
         progress: told of each step.
         packages: that each peer needs.
+        installed: the Python of peers that are installed elsewhere.
     """
 
     def __init__(
-        self, folder: Path, progress: Callable[[str], None], packages: Mapping[str, Sequence[str]] = PACKAGES
+        self,
+        folder: Path,
+        progress: Callable[[str], None],
+        packages: Mapping[str, Sequence[str]] = PACKAGES,
+        installed: Mapping[str, Path] = INSTALLED,
     ) -> None:
         self._folder = folder
         self._progress = progress
         self._packages = packages
+        self._installed = installed
 
     def python(self, peer: str) -> Path:
         """The Python that runs a peer; sets its environment up when there is none yet.
@@ -42,6 +50,10 @@ class Environment:
         Raises:
             Skipped: it cannot be installed here.
         """
+        if (elsewhere := self._installed.get(peer)) is not None:
+            if not elsewhere.exists():
+                raise Skipped(f"{elsewhere} is not there: `make test-engines` installs it")
+            return elsewhere
         packages = self._packages.get(peer)
         if packages is None:
             return Path(sys.executable)

@@ -201,6 +201,41 @@ template <class T> static void quantise_row(const T* x, int64_t K, int part, int
     }
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// A chunk's sums of M rows added to `sums`, by matrices: 8 inputs of two rows by 8 inputs of two outputs an instruction.
+template <int M, int NV, int FORM, int PART>
+INLINE void matrix_sums(Sums (&sums)[M][NV], const uint8_t* codes, int lane, Codes table, const Number* numbers, int64_t inputs) {
+    constexpr int TWOS = (M + 1) / 2;  // an odd last row goes with itself
+    int32x4_t whole[TWOS][NV][2] = {};
+#pragma GCC unroll 4
+    for (int k = 0; k < PART / 8; k++) {
+        int8x16_t rows[TWOS];
+        for (int m = 0; m < TWOS; m++) {
+            const Number *first = numbers + 2 * m * inputs + 8 * k, *second = 2 * m + 1 < M ? first + inputs : first;
+            rows[m] = vcombine_s8(vld1_s8(first), vld1_s8(second));
+        }
+        for (int v = 0; v < NV; v++) {
+            int32x4_t four = (int32x4_t)prepared<FORM>(quad<FORM>(codes, 2 * k, lane + v * W, table));
+            int32x4_t next = (int32x4_t)prepared<FORM>(quad<FORM>(codes, 2 * k + 1, lane + v * W, table));
+            int8x16_t low = (int8x16_t)vzip1q_s32(four, next), high = (int8x16_t)vzip2q_s32(four, next);
+            for (int m = 0; m < TWOS; m++) {
+                whole[m][v][0] = vmmlaq_s32(whole[m][v][0], rows[m], low);
+                whole[m][v][1] = vmmlaq_s32(whole[m][v][1], rows[m], high);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) {
+        const int32x4_t* two = whole[m / 2][v];
+        sums[m][v] += (vi)(m % 2 ? vcombine_s32(vget_high_s32(two[0]), vget_high_s32(two[1])) : vcombine_s32(vget_low_s32(two[0]), vget_low_s32(two[1])));
+    }
+}
+constexpr bool MATRICES = true;
+#else
+template <int M, int NV, int FORM, int PART>
+INLINE void matrix_sums(Sums (&)[M][NV], const uint8_t*, int, Codes, const Number*, int64_t) {}
+constexpr bool MATRICES = false;
+#endif
+
 // ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
 template <int M, int NV, int FORM, int PART>
 static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows& x, int64_t row, const char* at, int from, Ahead ahead, float* out) {
@@ -230,8 +265,10 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
                 if (VNNI) for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) sums[0][m][v] = begin_at(-parts[m * x.count].less);
                 for (int64_t b = 0; b < ahead.pace; b += 64) __builtin_prefetch(ahead.at + b, 0, 2);
                 ahead.at += ahead.pace;
+                constexpr bool MATRIX = MATRICES && M > 1;
+                if constexpr (MATRIX) matrix_sums<M, NV, FORM, PART>(sums[0], codes, lane, table, numbers, x.inputs);
 #pragma GCC unroll 8
-                for (int k = 0; k < RUNS; k++) {
+                for (int k = 0; k < (MATRIX ? 0 : RUNS); k++) {
                     Codes its[NV][RUN<FORM>];
                     for (int v = 0; v < NV; v++)
                         for (int q = 0; q < RUN<FORM>; q++)

@@ -137,7 +137,7 @@ class StageLoader:
         return Ranks(RankPage(page_fd, self.spec.rank, self.engine.ranks, self.engine.step_timeout_s))
 
     def _load_weights(self) -> StageModel:
-        from moonpool.engine.footprint import release_memory
+        from moonpool.base.malloc import release_memory
         from moonpool.engine.models.loader import load_stage, torch_dtype
         from moonpool.engine.models.tensor_reader import KeptWeights
 

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.ceilings import Limits
 from benchmarks.engine import PROMPT, TASKS, Answers, Beside, Subject, same_tokens
-from benchmarks.frame import Absent, Row
-from benchmarks.peers.engines import Peer
+from benchmarks.frame import Absent, Row, Skipped
+from benchmarks.peers.engines import Environment, Peer
 
 ECHO = """
 import json, sys
@@ -85,3 +85,13 @@ def test_beside_the_limit_count_tokens_behind_the_first_ones() -> None:
     assert [(row.value, row.limit_value) for row in rows if row.name == name] == [
         (63 / 0.5, LIMITS.decode_tokens_per_s(1))
     ]
+
+
+def test_vllm_is_what_the_tests_of_engines_installed(tmp_path: Path) -> None:
+    said = list[str]()
+    environment = Environment(tmp_path, said.append, installed={"vllm": tmp_path / "python"})
+    with pytest.raises(Skipped, match="`make test-engines` installs it"):
+        environment.python("vllm")
+    (tmp_path / "python").touch()
+    assert environment.python("vllm") == tmp_path / "python"
+    assert not said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import ALL, BY_NAME
-from benchmarks.page import PAGE, RESULTS, load, machine_class, page, write
+from benchmarks.page import PAGE, RESULTS, load, machine_class, page, result_path, write
 
 
 def keep(folder: Path, date: str, ratio: float, *, skipped: str = "") -> None:
@@ -115,3 +115,18 @@ def test_the_document_names_every_benchmark_that_can_be_run_and_which_run_by_nam
     assert sorted(rows) == sorted([*ALL, *BY_NAME])
     assert [name for name, row in rows.items() if "*by name*" in row] == list(BY_NAME)
     assert all(importlib.util.find_spec(f"benchmarks.{name}") for name in rows)
+
+
+def test_results_of_two_processors_are_kept_side_by_side(tmp_path: Path) -> None:
+    first = {"processor": "P", "instructions": "avx2", "cores": 2}
+    second = first | {"processor": "Q", "instructions": "avx512-bf16-amx"}
+    for date, machine in (("2026-11-20", first), ("2026-11-21", second), ("2026-11-22", first)):
+        result = {"benchmark": "engine", "date": date, "machine": machine, "rows": []}
+        result_path(tmp_path, "engine", machine).write_text(json.dumps(result))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine-avx512-bf16-amx.json", "engine.json"]
+    lines = [line for line in page(load(tmp_path)).splitlines() if "measured" in line or line.startswith("## ")]
+    assert lines[-3:] == [
+        "## engine",
+        "P with avx2, 2 cores; measured 2026-11-22.",
+        "Q with avx512-bf16-amx, 2 cores; measured 2026-11-21.",
+    ]

@@ -241,6 +241,7 @@ def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, target in (
         ({"asimd", "fp"}, "neon"),
         ({"asimd", "fp", "asimddp"}, "neon-dot"),
+        ({"asimd", "fp", "asimddp", "i8mm", "bf16"}, "neon-i8mm"),
         ({"sse2"}, "sse2"),
         ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe"}, "avx2"),
         ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe", "avx_vnni"}, "avx2-vnni"),
@@ -269,6 +270,7 @@ def test_a_kernel_without_tiles_refuses() -> None:
     assert build.tiles_permitted() == ("amx_tile" in build.listed_flags())
 
 
+@pytest.mark.timeout(600)  # compilers of a busy machine
 @pytest.mark.parametrize(
     ("name", "product"), [("multiply", "tdpbf16ps"), ("prefill", "tdpbf16ps"), ("packed", "tdpbsud")]
 )

@@ -115,7 +115,7 @@ def test_packed_products_have_the_same_bits_on_every_processor(tmp_path: Path) -
     emulator = next((name for name in EMULATORS if shutil.which(name)), None)
     if shutil.which(CROSS) and emulator:
         options = (emulator, "-L", cross_root(), "-cpu", "max")
-        found |= {target: sums_of(CROSS, target, tmp_path, *options) for target in ("neon", "neon-dot")}
+        found |= {target: sums_of(CROSS, target, tmp_path, *options) for target in ("neon", "neon-dot", "neon-i8mm")}
     assert len(set(found.values())) == 1, {target: hash(text) for target, text in found.items()}
 
 
