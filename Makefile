@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL  ?=
 SOAK_SECONDS ?= 3600
+NIGHTLY_MINUTES ?= 480
 MUTANTS ?= 200
 # Runs test-gpu without .venv and without a network.
 GPU_PYTHON ?=
@@ -13,7 +14,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak dist clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -135,8 +136,11 @@ load: $(DEV_STAMP)  ## load each service alone, for some seconds
 soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS=120 for less, MODEL= for another model
 	$(BIN)/python -m tests.load.soak --seconds $(SOAK_SECONDS) $(if $(MODEL),--model $(MODEL))
 
+nightly: $(DEV_STAMP)  ## seeds that no test has tried, from where the last night ended: storms, damaged files; NIGHTLY_MINUTES=
+	$(BIN)/python -m tools.nightly --minutes $(NIGHTLY_MINUTES)
+
 dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and try them in an empty environment (docs/install.md)
 	$(BIN)/python -m tools.dist --try $(or $(MODEL),smollm2)
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .clients .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .clients .engines .nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -117,6 +117,40 @@ async def bodies(gateway: Gateway) -> None:
         writer.close()
 
 
+async def lists(gateway: Gateway) -> None:
+    """Lists of short prompts."""
+    prompts = [[7, 8, 9, 10, 5 + (time.monotonic_ns() + at) % 4000] for at in range(2000)]
+    await gateway.ask("/v1/completions", {"prompt": prompts, "max_tokens": 1})
+
+
+async def ranks(gateway: Gateway) -> None:
+    """Many documents for one query."""
+    documents = [f"{time.monotonic_ns()} {number}" for number in range(2000)]
+    await gateway.ask("/rerank", {"query": "which", "documents": documents})
+
+
+async def markdown(gateway: Gateway) -> None:
+    """Text that is costly to render."""
+    await gateway.ask("/moonpool/markdown", {"text": "[" * 32_000})
+
+
+async def tools(gateway: Gateway) -> None:
+    """Large bodies of many parts."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    await gateway.ask("/v1/chat/completions", chat(tools=[tool] * 2000, tool_choice="none", max_tokens=1))
+
+
+async def long_prompts(gateway: Gateway) -> None:
+    """Texts that are longer than the model takes."""
+    await gateway.ask("/v1/completions", {"prompt": "a b c d " * 100_000, "max_tokens": 1})
+
+
+async def streamed_scores(gateway: Gateway) -> None:
+    """Many answers with many log probabilities, streamed."""
+    body = chat(n=64, max_tokens=100, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True)
+    await gateway.ask("/v1/chat/completions", body)
+
+
 async def nothing(_gateway: Gateway) -> None:
     """A client that computes and asks nothing: what an attacker on the same machine costs without any attack."""
     sum(range(20_000_000))
@@ -131,6 +165,12 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "grammars refused": (refused, 4),
     "prompt log probabilities": (scores, 2),
     "answers": (answers, 1),
+    "lists": (lists, 4),
+    "ranks": (ranks, 4),
+    "Markdown": (markdown, 8),
+    "tools": (tools, 4),
+    "long prompts": (long_prompts, 4),
+    "streamed log probabilities": (streamed_scores, 1),
     "bodies": (bodies, 300),
 }
 """By name: the attack, and the number of concurrent connections."""

@@ -99,10 +99,12 @@ class MachineUse:
     Attributes:
         resident_bytes: resident memory.
         open_files: number of open files.
+        processor_s: seconds of processor that the process has used.
     """
 
     resident_bytes: Callable[[], float] = _resident_bytes
     open_files: Callable[[], float] = _open_files
+    processor_s: Callable[[], float] = time.process_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ from moonpool.engine.cpu_sharing import process_epoch
 LOCAL_CONDUCTOR = "127.0.0.1:50051"
 """Where a conductor is asked for if this user runs no stack: a stack of containers has its conductor there."""
 STOP_TIMEOUT_S = 60.0
+ENDING_S, POLL_S = 2.0, 0.05
+"""How long the processes of a stack that was killed may hold a data folder, and how often it is tried."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -110,7 +112,7 @@ def recorded_stack(
         choose_ports: returns the stack's ports, given those of stacks that run.
 
     Raises:
-        ConfigError: naming `data_dir`: another stack that runs uses the folder.
+        ConfigError: naming `data_dir`: another stack that runs uses the folder, or the folder cannot be made.
     """
     folder = state_folder()
     with _locked(folder):  # two stacks that start at once choose different ports and names
@@ -125,9 +127,40 @@ def recorded_stack(
         record = StackRecord(folder, data_dir, model, free, ports)
         record.write("", "")
     try:
-        yield record
+        with _sole_use(data_dir):
+            yield record
     finally:
         record.path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _sole_use(data_dir: Path) -> Iterator[None]:
+    """Hold a data folder, also against stacks of other users and of containers that have the folder."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError("data_dir", f"{data_dir} cannot be used: {error.strerror}") from None
+    try:
+        until = time.monotonic() + ENDING_S
+        while not _try_lock(descriptor):
+            if time.monotonic() > until:
+                raise ConfigError("data_dir", f"another stack uses {data_dir}, of another user or another container")
+            time.sleep(POLL_S)  # a stack that was killed ends
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Whether the lock is held; true as well where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _numbered(name: str, number: int) -> str:

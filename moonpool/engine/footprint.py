@@ -12,7 +12,6 @@ Answers with a given format (`moonpool.engine.structured_output`) bring in the t
 whose library does not tell their size: when the whole process comes near the bound, they are dropped and made anew.
 """
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -232,13 +231,6 @@ def tokenizer_bytes(model: ModelConfig) -> int:
 def near_memory_limit(bound: int) -> bool:
     """Tell whether this process comes near the memory bound, by the grammars' possible growth."""
     return resident_bytes() > bound - _MARGIN_BYTES
-
-
-def release_memory() -> None:
-    """Hand freed memory back to the system, if the C library can: an engine's process keeps freed memory otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def resident_bytes(pid: int | str = "self", *, peak: bool = False) -> int:

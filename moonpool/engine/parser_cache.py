@@ -15,7 +15,7 @@ from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.grammar import LIMITS, SLICES, Grammar
 from moonpool.base.kv.keys import tokens_from_bytes
-from moonpool.engine.footprint import release_memory
+from moonpool.base.malloc import release_memory
 from moonpool.engine.processor_time import ProcessorTime
 
 MAX_GRAMMARS = 64

@@ -121,7 +121,7 @@ class StageLoader:
         return replace(self.engine, blocks=found.blocks, max_num_batched_tokens=found.max_num_batched_tokens)
 
     def _load_weights(self) -> StageModel:
-        from moonpool.engine.footprint import release_memory
+        from moonpool.base.malloc import release_memory
         from moonpool.engine.models.loader import load_stage, torch_dtype
         from moonpool.engine.models.tensor_reader import KeptWeights
 

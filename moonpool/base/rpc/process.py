@@ -17,7 +17,7 @@ from typing import TextIO, TypeVar
 from moonpool.base import world
 from moonpool.base.config import ServiceConfig, check_free
 from moonpool.base.errors import CheckpointError, ConfigError, Mismatch, Unavailable
-from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
+from moonpool.base.rpc.tuning import hand_freed_memory_back, tune_gc, tune_grpc, tune_malloc
 from moonpool.base.telemetry import logs
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
@@ -199,6 +199,7 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
     with _signals(ctx), parent_watch(ctx.stopping, os.environ.get(DIE_WITH_PARENT, "")):
         running = asyncio.ensure_future(main(ctx))
         stopping = asyncio.ensure_future(ctx.stopping.wait())
+        resting = asyncio.ensure_future(hand_freed_memory_back())
         try:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not ctx.announced:
@@ -217,6 +218,7 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
             running.result()
             return 0
         finally:
+            resting.cancel()
             stopping.cancel()
             running.cancel()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.cli import running_stacks
 from moonpool.cli.addresses import addresses
 from moonpool.cli.running_stacks import LOCAL_CONDUCTOR, RunningStack, recorded_stack, run_ps, run_stop, state_folder
 
@@ -171,6 +172,36 @@ def test_ps(start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, caps
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["pid"], found["model"], found["http_address"]) == (process.pid, "/models/m", "host:2")
     assert found["engines"] == "one"
+
+
+def test_a_data_folder_is_held_against_stacks_whose_records_are_elsewhere(
+    start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another user, or in another container: the second stack is refused, and the folder is free after the first."""
+    first = start(tmp_path / "data")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(elsewhere))
+    monkeypatch.setattr(running_stacks, "ENDING_S", 0.0)
+    with (
+        pytest.raises(ConfigError, match=r"data_dir: another stack uses .*, of another user or another container"),
+        recorded_stack(tmp_path / "data", "m"),
+    ):
+        pass
+    assert not list(state_folder().glob("*.json"))
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(10) == 0
+    with recorded_stack(tmp_path / "data", "m"):
+        pass
+
+
+def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"data_dir: .* cannot be used"),
+        recorded_stack(tmp_path / "file" / "data", "m"),
+    ):
+        pass
 
 
 def test_a_killed_stack_leaves_a_record_that_the_next_one_replaces(

@@ -1,7 +1,12 @@
 """Settings of a process."""
 
 import resource
+import subprocess
+import sys
 
+import pytest
+
+from moonpool.base.malloc import KEPT_BYTES, REST_S, FreedMemory
 from moonpool.base.rpc.tuning import raise_open_files_limit
 
 
@@ -13,3 +18,38 @@ def test_the_process_may_have_as_many_open_files_as_the_system_permits() -> None
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+LOAD = """
+import ctypes
+from moonpool.base.malloc import release_memory
+from moonpool.base.rpc.tuning import tune_malloc
+from moonpool.base.world import MachineUse
+print(tune_malloc() and hasattr(ctypes.CDLL(None), "malloc_trim"))
+held = [bytes(100_000) for _ in range(2000)]
+del held
+print(int(MachineUse().resident_bytes()))
+release_memory()
+print(int(MachineUse().resident_bytes()))
+"""
+
+
+def test_freed_memory_is_kept_until_it_is_handed_back() -> None:
+    """What a load of large bodies leaves, in a process of its own."""
+    told = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, check=True).stdout.split()
+    if told[0] == "False":
+        pytest.skip("the C library is not glibc")
+    kept, after = map(int, told[1:])
+    assert kept - after > 100 << 20
+
+
+def test_memory_is_handed_back_at_rest_and_after_a_load_only() -> None:
+    rest, load = 100 << 20, (100 << 20) + KEPT_BYTES + 1
+    freed = FreedMemory(0.0, rest)
+    assert not freed.is_due(0.1, rest + KEPT_BYTES)  # little is kept
+    assert not freed.is_due(REST_S, load)  # busy
+    assert freed.is_due(REST_S + 0.1, load)
+    freed.handed_back(load - (1 << 20))  # the rest is in use
+    assert not freed.is_due(REST_S + 0.2, load)
+    assert not freed.is_due(REST_S + 0.3, rest)  # a lower rest is remembered
+    assert freed.is_due(REST_S + 0.4, load)

@@ -15,7 +15,7 @@ import torch
 from benchmarks.peers.gguf_files import write_gguf
 from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import ConfigError
-from moonpool.engine.footprint import release_memory
+from moonpool.base.malloc import release_memory
 from moonpool.engine.kernels.native import library
 from moonpool.engine.models import loader
 from moonpool.engine.models.loader import load_stage
