@@ -70,6 +70,14 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Prompt tokens by source of KV", "short", rate("moonpool_conductor_prompt_tokens_total", "source")),
         Panel("First token, measured over predicted", "short", quantiles("moonpool_conductor_ttft_over_predicted")),
         Panel("Queue", "s", quantiles("moonpool_conductor_queue_seconds")),
+        Panel("Wanted instances", "short", {
+            "prefill": "max(moonpool_conductor_prefill_wanted)",
+            "decode": "max(moonpool_conductor_decode_wanted)",
+        }),
+        Panel("Pressure", "percentunit", {
+            "prefill": "max(moonpool_conductor_prefill_pressure)",
+            "decode": "max(moonpool_conductor_decode_pressure)",
+        }),
         Panel("Members", "short", {"{{instance}}": "moonpool_conductor_instances"}),
         Panel("Processor", "percentunit", {
             "{{job}} {{instance}}": f'rate(process_cpu_seconds_total{{job=~"moonpool-.*"}}{RATE})'

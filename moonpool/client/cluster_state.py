@@ -22,7 +22,7 @@ class InstanceInfo:
     """An instance according to the conductor. A kvstore alone has `tiers`.
 
     Decode alone counts `preemptions`, and guesses of tokens that were checked (`draft_tokens`) and accepted. A decode
-    instance in the role both has `computes_prompts`.
+    instance in the role both has `computes_prompts`. `version` and `commit` are the program's; "" if not told.
     """
 
     id: str
@@ -43,6 +43,8 @@ class InstanceInfo:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     computes_prompts: bool = False
+    version: str = ""
+    commit: str = ""
 
     @property
     def role(self) -> str:
@@ -147,6 +149,27 @@ class RecentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """What the instances of one role have to do, as the conductor sees it.
+
+    Attributes:
+        kind: "prefill" or "decode".
+        instances: instances that take requests.
+        pressure: offered work as a share of what these can do within the limits; 1 = full.
+        backlog_s: mean predicted seconds until the prompts that wait are computed (prefill).
+        free_share: share of the KV blocks that hold nothing that a request needs (decode).
+        wanted: instances at which the pressure would be 0.8; at least 1.
+    """
+
+    kind: str
+    instances: int
+    pressure: float
+    backlog_s: float
+    free_share: float
+    wanted: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """The cluster according to the conductor.
 
@@ -161,6 +184,7 @@ class ClusterState:
         queue: requests that wait.
         recent: requests that ended.
         loras: LoRA adapters that requests may ask for.
+        pools: what prefill and decode have to do.
     """
 
     ready: bool
@@ -173,6 +197,7 @@ class ClusterState:
     queue: QueueInfo = QueueInfo()
     recent: RecentInfo = RecentInfo()
     loras: tuple[LoraInfo, ...] = ()
+    pools: tuple[PoolInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from moonpool.client.cluster_state import (
     GaugeValue,
     InstanceInfo,
     LoraInfo,
+    PoolInfo,
     QueueInfo,
     RecentInfo,
     TierInfo,
@@ -197,6 +198,17 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         queue=from_message(QueueInfo, message.queue),
         recent=from_message(RecentInfo, message.recent),
         loras=tuple(from_message(LoraInfo, lora) for lora in message.loras),
+        pools=tuple(
+            PoolInfo(
+                _KINDS.get(pool.kind, "unknown"),
+                pool.instances,
+                pool.pressure,
+                pool.backlog_s,
+                pool.free_share,
+                pool.wanted,
+            )
+            for pool in message.pools
+        ),
     )
 
 
@@ -229,6 +241,8 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         draft_tokens=load.draft_tokens,
         accepted_tokens=load.accepted_tokens,
         computes_prompts=state.computes_prompts,
+        version=state.version,
+        commit=state.commit,
     )
 
 

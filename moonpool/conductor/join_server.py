@@ -87,7 +87,8 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._no_processor = ProcessorWait(lambda: world.waited_s(self._member.process))
         self._no_processor.heard(asyncio.get_running_loop().time())
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
-        log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
+        told = {"version": hello.version, "commit": hello.commit, **emulated}
+        log.info("joined", instance=self._member.id, address=hello.instance.address, **told)
         self.send_queue.post(conductor_pb2.JoinResponse(welcome=self._welcome))
 
     def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:

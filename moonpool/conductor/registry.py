@@ -9,6 +9,7 @@ from moonpool.base.cluster.proto_conversion import check_instance
 from moonpool.base.errors import InvalidRequest, Mismatch
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.sampling_params import LORA
+from moonpool.base.version import installed_version, version_conflict
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
@@ -100,6 +101,8 @@ class Registry:
             http_address=hello.http_address,
             takes_loras=LORA not in hello.unsupported,
             computes_prompts=hello.computes_prompts and instance.kind == DECODE,
+            version=hello.version,
+            commit=hello.commit,
         )
         self._members[instance.id] = member
         return member
@@ -110,6 +113,8 @@ class Registry:
         check_instance(instance)
         if instance.kind not in (*ENGINES, KVSTORE):
             raise InvalidRequest("instance.kind", "must be prefill, decode or kvstore")
+        if conflict := version_conflict(installed_version(), hello.version):
+            raise Mismatch("version", conflict)
         if instance.kind in ENGINES:
             self._check_model(hello)
 
@@ -173,6 +178,7 @@ class ClusterMember:
     `load` is the last report; `switches_role`: comes back in the other role on order;
     `process` names the instance's process on the machine; `http_address`: of an engine's own HTTP server.
     `takes_loras`: requests with a LoRA adapter may go there. `computes_prompts`: in the role both.
+    `version`, `commit`: of the instance's program; "" if not told.
     """
 
     instance: kv_pb2.Instance
@@ -184,6 +190,8 @@ class ClusterMember:
     http_address: str = ""
     takes_loras: bool = True
     computes_prompts: bool = False
+    version: str = ""
+    commit: str = ""
 
     @property
     def id(self) -> str:

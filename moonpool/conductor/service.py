@@ -24,6 +24,7 @@ from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.version import commit, installed_version
 from moonpool.conductor.checkpoint import Checkpoint
 from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
@@ -252,7 +253,7 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
         log.warning("generation_config.json has settings that are not honoured", settings=", ".join(unread))
     metrics = PrometheusMetrics.of(config)
     async with conductor(config, checkpoint, context.epoch, context.spans, metrics) as (servicer, address):
-        log.info("serving", address=address, model=checkpoint.name)
+        log.info("serving", address=address, model=checkpoint.name, version=installed_version(), commit=commit())
         context.announce(address)
         await context.stopping.wait()
         await servicer.drain(config.drain_s * DRAIN_MARGIN)

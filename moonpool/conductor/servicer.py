@@ -33,12 +33,13 @@ from moonpool.base.telemetry.spans import Recorder
 from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.scaling import PoolDemand, demands
 from moonpool.conductor.deletion import KVDeletions
 from moonpool.conductor.dispatcher import Dispatcher
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.join_server import JoinServer
 from moonpool.conductor.loras import LoraAdapters
-from moonpool.conductor.proto_conversion import failure_of
+from moonpool.conductor.proto_conversion import failure_of, kind_to_proto
 from moonpool.conductor.queue_state import queue_state
 from moonpool.conductor.request_reports import RequestReports
 from moonpool.conductor.request_validator import session_from_proto, weight_of
@@ -252,6 +253,8 @@ class ConductorServicer:
                 indexed_blocks=self.core.cluster.index.held(member.id),
                 total_blocks=member.total_blocks,
                 computes_prompts=member.computes_prompts,
+                version=member.version,
+                commit=member.commit,
             )
             for member in registry
         ]
@@ -263,6 +266,17 @@ class ConductorServicer:
             queue=queue_state(self.core.scheduler, self._tenants(), self._weight_of),
             recent=self._reports.recent.state(),
             loras=self.loras.known(),
+            pools=[
+                conductor_pb2.PoolDemand(
+                    kind=kind_to_proto(pool.kind),
+                    instances=pool.instances,
+                    pressure=pool.pressure,
+                    backlog_s=pool.backlog_s,
+                    free_share=pool.free_share,
+                    wanted=pool.wanted,
+                )
+                for pool in self.demands()
+            ],
         )
 
     async def CreateContext(
@@ -348,6 +362,10 @@ class ConductorServicer:
         self, request: conductor_pb2.ConductorStatsRequest, context: object
     ) -> conductor_pb2.ConductorStatsResponse:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
+
+    def demands(self) -> tuple[PoolDemand, PoolDemand]:
+        """What prefill and decode have to do now."""
+        return demands(self.core, self._clock())
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -479,6 +497,36 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
         "Sequences on the streams to decode instances.",
         lambda conductor: conductor.cluster.steps.sequences,
         0,
+    ),
+    Metric(
+        "prefill_pressure",
+        "Offered prompts as a share of what the prefill instances can do; 1 = full, more = a queue.",
+        lambda conductor: conductor.demands()[0].pressure,
+    ),
+    Metric(
+        "prefill_backlog_seconds",
+        "Mean predicted seconds until the prompts that wait at prefill are computed.",
+        lambda conductor: conductor.demands()[0].backlog_s,
+    ),
+    Metric(
+        "prefill_wanted",
+        "Prefill instances at which the pressure would be 0.8, at least 1; average over a minute, and round up.",
+        lambda conductor: conductor.demands()[0].wanted,
+    ),
+    Metric(
+        "decode_pressure",
+        "Offered answers as a share of what the decode instances can do within the TBT limit, or have memory for.",
+        lambda conductor: conductor.demands()[1].pressure,
+    ),
+    Metric(
+        "decode_free_ratio",
+        "Share of the decode instances' KV blocks that hold nothing that a request needs.",
+        lambda conductor: conductor.demands()[1].free_share,
+    ),
+    Metric(
+        "decode_wanted",
+        "Decode instances at which the pressure would be 0.8, at least 1; average over a minute, and round up.",
+        lambda conductor: conductor.demands()[1].wanted,
     ),
     Metric(
         "requests_followed", "Requests from arrival to last token.", lambda conductor: len(conductor.core.scheduler), 0

@@ -24,7 +24,7 @@ from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.flow_control import StreamTraffic
 from moonpool.base.transport.peer_clients import PeerClients
-from moonpool.engine.histograms import EngineHistograms
+from moonpool.engine.histograms import KVSTORE, PEER, EngineHistograms
 from moonpool.engine.interface import Engine
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
@@ -178,7 +178,7 @@ class BlockLoader:
             finally:
                 emulated.close()
             ended = world.monotonic()
-            kind = "kvstore" if source.kind == kv_pb2.INSTANCE_KIND_KVSTORE else "peer"
+            kind = KVSTORE if source.kind == kv_pb2.INSTANCE_KIND_KVSTORE else PEER
             self._histograms.load_s.labels(kind).observe(ended - began)
             read.came(loaded * self._layout.block_size, began, ended)
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)

@@ -9,6 +9,9 @@ from moonpool.base.telemetry.prometheus import SECONDS, PrometheusMetrics
 COUNTS = tuple(float(1 << power) for power in range(0, 17, 2))
 """Bucket bounds for sequences and tokens of a step."""
 
+PEER, KVSTORE = "peer", "kvstore"
+"""Kinds of sources of KV."""
+
 
 class EngineHistograms:
     """How long steps, loads and sends take, and how large steps are.
@@ -33,6 +36,8 @@ class EngineHistograms:
         self.load_s = histogram(
             "load_seconds", "Seconds of a load of KV, by kind of the source: `peer` or `kvstore`.", SECONDS, "source"
         )
+        for source in (PEER, KVSTORE):  # so that a query has data before the first load
+            self.load_s.labels(source)
         self.send_s = histogram(
             "send_seconds", "Seconds in which pieces of a prompt's KV were handed to the transport.", SECONDS
         )

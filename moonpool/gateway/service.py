@@ -21,6 +21,7 @@ from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
+from moonpool.base.version import commit, installed_version
 from moonpool.client import AsyncClient, ClusterState
 from moonpool.gateway.batches.in_process import InProcessClient
 from moonpool.gateway.batches.runner import BatchRunner
@@ -266,6 +267,7 @@ async def serve(context: ProcessContext, config: GatewayConfig) -> None:
     path = await asyncio.to_thread(resolve, config.model)
     tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(path, config.chat_template))
     async with gateway(config, tokenizer, await asyncio.to_thread(architecture_of, path)) as address:
-        log.info("serving", address=address, conductor=config.conductor)
+        told = {"version": installed_version(), "commit": commit()}
+        log.info("serving", address=address, conductor=config.conductor, **told)
         context.announce(address)
         await context.stopping.wait()

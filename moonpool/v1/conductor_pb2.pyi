@@ -1308,6 +1308,8 @@ class JoinHello(_message.Message):
     ARRIVAL_ORDER_FIELD_NUMBER: _builtins.int
     COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
     IN_PLACE_ROLE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1338,6 +1340,10 @@ class JoinHello(_message.Message):
     """An engine that obeys a `RoleOrder` without ending: it drains, leaves, and joins again in the other role with its weights
     and its pool.
     """
+    version: _builtins.str
+    """Version of Moonpool, such as "1.4.2". Versions of a cluster are at most one minor apart. Empty = not told, any is taken."""
+    commit: _builtins.str
+    """Commit that the program was built from; empty = not told."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1379,10 +1385,12 @@ class JoinHello(_message.Message):
         arrival_order: _builtins.bool = ...,
         computes_prompts: _builtins.bool = ...,
         in_place_role: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        commit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "computes_prompts", b"computes_prompts", "either_role", b"either_role", "http_address", b"http_address", "in_place_role", b"in_place_role", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "commit", b"commit", "computes_prompts", b"computes_prompts", "either_role", b"either_role", "http_address", b"http_address", "in_place_role", b"in_place_role", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2371,12 +2379,18 @@ class InstanceState(_message.Message):
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
     indexed_blocks: _builtins.int
     """Blocks the index lists for it."""
     total_blocks: _builtins.int
     """KV blocks in its pool."""
     computes_prompts: _builtins.bool
     """A decode instance in the role both, which computes whole prompts."""
+    version: _builtins.str
+    """Version of Moonpool there; empty = not told."""
+    commit: _builtins.str
+    """Commit that the program was built from; empty = not told."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who."""
@@ -2393,10 +2407,12 @@ class InstanceState(_message.Message):
         indexed_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         computes_prompts: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        commit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computes_prompts", b"computes_prompts", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "computes_prompts", b"computes_prompts", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "total_blocks", b"total_blocks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2599,9 +2615,51 @@ class RecentState(_message.Message):
 Global___RecentState: _TypeAlias = RecentState  # noqa: Y015
 
 @_typing.final
-class ClusterStateResponse(_message.Message):
-    """The state of the cluster."""
+class PoolDemand(_message.Message):
+    """The state of the cluster.
+    What the instances of one role have to do, as the conductor sees it.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    BACKLOG_S_FIELD_NUMBER: _builtins.int
+    FREE_SHARE_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    kind: _kv_pb2.InstanceKind.ValueType
+    """Prefill or decode."""
+    instances: _builtins.int
+    """Instances that take requests."""
+    pressure: _builtins.float
+    """Offered work as a share of what these can do within the limits; 1 = full."""
+    backlog_s: _builtins.float
+    """Mean predicted seconds until the prompts that wait are computed (prefill)."""
+    free_share: _builtins.float
+    """Share of the KV blocks that hold nothing that a request needs (decode)."""
+    wanted: _builtins.float
+    """Instances at which the pressure would be 0.8; at least 1."""
+    def __init__(
+        self,
+        *,
+        kind: _kv_pb2.InstanceKind.ValueType = ...,
+        instances: _builtins.int = ...,
+        pressure: _builtins.float = ...,
+        backlog_s: _builtins.float = ...,
+        free_share: _builtins.float = ...,
+        wanted: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "free_share", b"free_share", "instances", b"instances", "kind", b"kind", "pressure", b"pressure", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolDemand: _TypeAlias = PoolDemand  # noqa: Y015
+
+@_typing.final
+class ClusterStateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONDUCTOR_FIELD_NUMBER: _builtins.int
@@ -2611,6 +2669,7 @@ class ClusterStateResponse(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Requests can be served: at least one prefill and one decode instance."""
     @_builtins.property
@@ -2637,6 +2696,10 @@ class ClusterStateResponse(_message.Message):
     def loras(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.LoraAdapter]:
         """LoRA adapters that requests may ask for, in the order of their names."""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDemand]:
+        """What prefill and decode have to do."""
+
     def __init__(
         self,
         *,
@@ -2647,10 +2710,11 @@ class ClusterStateResponse(_message.Message):
         queue: Global___QueueState | None = ...,
         recent: Global___RecentState | None = ...,
         loras: _abc.Iterable[_kv_pb2.LoraAdapter] | None = ...,
+        pools: _abc.Iterable[Global___PoolDemand] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "loras", b"loras", "model", b"model", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "loras", b"loras", "model", b"model", "pools", b"pools", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

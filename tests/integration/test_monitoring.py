@@ -24,10 +24,11 @@ from tools.gen_dashboard import FILE, queries
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
 ]
 KINDS = ("conductor", "prefill", "decode", "kvstore")
-WAIT_S = 150.0
+WAIT_S = 100.0
 WINDOW = "30s"
 ABSENT = ("moonpool_certificate_expiry", 'status="5xx"')
 """What a stack without certificates and without failures rightly lacks."""
@@ -135,7 +136,7 @@ def test_every_query_returns_data_under_load(plan: StackPlan, tmp_path: Path) ->
     folder = tmp_path / "prometheus"
     folder.mkdir()
     with CheckedStack(replace(plan, http_port=0, extra={**plan.extra, **extra})) as stack:
-        gateway = stack.services["gateway"].address
+        gateway = stack.http_address
         with scraping(folder, {"gateway": gateway, **ports}) as ask, load(gateway):
             assert without_data(ask, wanted()) == set()
             checked = subprocess.run(

@@ -21,6 +21,7 @@ from moonpool.base.rpc.channels import Channels
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import wait_within
 from moonpool.base.transport.client_stream import ClientStream
+from moonpool.base.version import commit, installed_version
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
@@ -78,10 +79,12 @@ class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinRespon
         obey: Callable[[conductor_pb2.JoinResponse], None],
         notify: Callable[[], None],
     ) -> None:
+        request = conductor_pb2.JoinRequest(hello=hello)
+        request.hello.version, request.hello.commit = hello.version or installed_version(), hello.commit or commit()
         super().__init__(
             f"conductor {address}",
             lambda: ConductorServiceStub(channels.get(address)).Join(),
-            conductor_pb2.JoinRequest(hello=hello),
+            request,
             connect_timeout_s=timeout_s,
             stall_s=timeout_s,
         )

@@ -35,6 +35,8 @@ from moonpool.base.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 Service = tuple[ServiceDescriptor, object]
+LIVENESS, READINESS = "liveness", "readiness"
+"""Names under which orchestrators and the endpoint picker protocol ask: whether the process answers; takes requests."""
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
@@ -73,7 +75,7 @@ class _Health(health_pb2_grpc.HealthServicer):
     """The standard health service with one answer for all the process's services, changed without awaiting."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(("", *names))
+        self._names = frozenset(("", LIVENESS, READINESS, *names))
         self._serving = True
         self._closing = False
         self._changed = asyncio.Event()
@@ -115,7 +117,7 @@ class _Health(health_pb2_grpc.HealthServicer):
         answers = health_pb2.HealthCheckResponse
         if name not in self._names:
             return answers.SERVICE_UNKNOWN
-        return answers.SERVING if self._serving else answers.NOT_SERVING
+        return answers.SERVING if self._serving or name == LIVENESS else answers.NOT_SERVING
 
 
 @asynccontextmanager

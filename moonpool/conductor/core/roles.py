@@ -168,17 +168,19 @@ class RoleBalancer:
 
     def _prefill_pressure(self, now: float) -> float:
         pool = [prefill for prefill in self.prefills if not _stands_apart(prefill)]
-        return fmean([self._busy(instance, now) for instance in pool]) if pool else 0.0
+        return fmean([self.busy(instance, now) for instance in pool]) if pool else 0.0
 
-    def _busy(self, instance: PrefillInstanceState, now: float) -> float:
+    def busy(self, instance: PrefillInstanceState, now: float) -> float:
+        """Return the pressure of one instance by the prompts there; 1 = computes all the time."""
         waiting_s = max(0.0, instance.free_at - now)
         return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
 
     def _decode_pressure(self) -> float:
         pool = [decode for decode in self.decodes if not _stands_apart(decode)]
-        return fmean([self._utilization(instance) for instance in pool]) if pool else 0.0
+        return fmean([self.utilization(instance) for instance in pool]) if pool else 0.0
 
-    def _utilization(self, instance: DecodeInstanceState) -> float:
+    def utilization(self, instance: DecodeInstanceState) -> float:
+        """Return the pressure of one instance by the answers there; 1 = full."""
         now, base_s = load_now(instance), instance.speeds.decode_base_s
         step_s = decode_step_seconds(instance.speeds, now.sequences, now.context_tokens)
         at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)

@@ -7,6 +7,7 @@ import pytest
 
 from moonpool.base.errors import Mismatch, MoonpoolError, Unavailable
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.version import installed_version
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 from .fakes import FakeMember, decode, expected, prefill, store
@@ -182,3 +183,14 @@ async def test_an_address_that_does_not_answer_is_not_taken() -> None:
         assert isinstance(error, Unavailable)
         assert "does not answer" in str(error)
         assert len(s.cluster.registry) == 0
+
+
+async def test_versions_are_told_and_those_too_far_apart_are_refused() -> None:
+    async with stack(prefill(), decode()) as s:
+        state = await s.client.cluster_state()
+        assert {instance.version for instance in state.instances} == {installed_version()}
+        hello = await s.serve(decode(1))
+        hello.version = "99.0.0"
+        call = await s.call_join(hello)
+        with pytest.raises(Mismatch, match=r"version 99\.0\.0 does not work with"):
+            await answer(call)

@@ -14,6 +14,7 @@ import yaml
 
 from moonpool.base.config import SERVICE_MODULES, ServiceConfig, config_class, parse_address
 from tests.unit.deploy.compose import ROOT
+from tools.gen_metrics import PAGE
 
 FOLDER = ROOT / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
@@ -188,3 +189,13 @@ def test_engines_of_the_nvidia_overlay_have_a_gpu() -> None:
 def test_every_command_is_a_service() -> None:
     kinds = {container["args"][0] for overlay in OVERLAYS for _, container in containers(overlay)}
     assert kinds <= SERVICE_MODULES.keys()
+
+
+def test_scalers_ask_for_series_that_exist_and_scale_what_runs() -> None:
+    names = {item["metadata"]["name"] for item in manifests("autoscaled") if item["kind"] == "Deployment"}
+    scaled = [item["spec"] for item in manifests("autoscaled") if item["kind"] == "ScaledObject"]
+    assert {spec["scaleTargetRef"]["name"] for spec in scaled} == {"moonpool-prefill", "moonpool-decode"} <= names
+    for spec in scaled:
+        (trigger,) = spec["triggers"]
+        (series,) = re.findall(r"moonpool_\w+", trigger["metadata"]["query"])
+        assert f"`{series}`" in PAGE.read_text()

@@ -434,7 +434,7 @@ async def test_an_instance_with_one_role_keeps_it(folder: Path) -> None:
         assert not isinstance(life.services[0].shared.engine, RoleEngine)
 
 
-@pytest.mark.parametrize("size", [0, 40])
+@pytest.mark.parametrize("size", [0, 64])
 async def test_steps_must_have_room_for_both_roles(folder: Path, size: int) -> None:
     """Where the device's memory decides how large steps are, as well."""
     flags = ["--conductor", "127.0.0.1:1", "--model", str(folder), "--set", "either_role=true"]
@@ -445,6 +445,8 @@ async def test_steps_must_have_room_for_both_roles(folder: Path, size: int) -> N
     assert engine_setup(both).spec.int8_head
     on_device = engine_setup(both.model_copy(update={"device": "cuda"})).spec
     assert on_device.max_num_batched_tokens == (800 if size else 0)
+    alone = ["--set", "computes_prompts=true", "--max-num-batched-tokens=40"]  # less than a block, but not of prefill
+    assert DecodeProcessConfig.load([*flags[:-2], *alone]).most_step_tokens > 40
     plain = PrefillProcessConfig.load(flags[:-2])
     assert (plain.roles, plain.most_decoded, plain.least_step_tokens) == (["prefill"], 0, 0)
     assert not engine_setup(plain).spec.int8_head

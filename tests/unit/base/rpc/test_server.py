@@ -26,7 +26,7 @@ from moonpool.base.errors import (
 from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.messages import END_OF_STREAM, PayloadMessage
 from moonpool.base.rpc.peer_calls import CallLimits
-from moonpool.base.rpc.server import RunningServer, Service, serving
+from moonpool.base.rpc.server import LIVENESS, READINESS, RunningServer, Service, serving
 from moonpool.base.transport.grpc import payload_stream
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -226,6 +226,26 @@ async def test_limit_is_8_mib_and_not_overload(server: RunningServer, channels: 
     too_large = await failure(stub.Reserve(request(9 << 20), timeout=DEADLINE_S))
     assert type(too_large) is InvalidRequest
     assert "larger than max" in str(too_large)
+
+
+async def test_a_process_that_takes_no_requests_lives_and_is_not_ready(
+    server: RunningServer, channels: Channels
+) -> None:
+    check = channels.get(server.address).unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    for welcome, ready in (
+        (True, health_pb2.HealthCheckResponse.SERVING),
+        (False, health_pb2.HealthCheckResponse.NOT_SERVING),
+    ):
+        server.set_serving(welcome)
+        found = [
+            await check(health_pb2.HealthCheckRequest(service=name), timeout=DEADLINE_S)
+            for name in (LIVENESS, READINESS)
+        ]
+        assert [answer.status for answer in found] == [health_pb2.HealthCheckResponse.SERVING, ready]
 
 
 async def test_health_follows_set_serving(server: RunningServer, channels: Channels) -> None:

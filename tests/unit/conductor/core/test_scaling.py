@@ -1,0 +1,57 @@
+"""How many instances the offered work asks for."""
+
+from dataclasses import replace
+
+import pytest
+
+from moonpool.conductor.core.instances import InstanceKind
+from moonpool.conductor.core.roles import FIXED_ROLES
+from moonpool.conductor.core.scaling import TARGET_PRESSURE, PoolDemand, demands
+
+from .test_roles import BLOCKS, FULL, ROLES, World
+
+
+def test_a_pool_at_the_target_wants_what_there_is_and_a_full_pool_wants_more() -> None:
+    world = World(2, 4, replace(ROLES, swap=False))
+    world.run(FULL)
+    world.wait(1)
+    prefill, decode = demands(world.core, world.now)
+    assert prefill == PoolDemand(InstanceKind.PREFILL, 2, 0.0)
+    assert decode.instances == 4
+    assert decode.pressure == pytest.approx(1.0)
+    assert decode.wanted == pytest.approx(4 / TARGET_PRESSURE)
+    world.run(25)
+    world.wait(1)
+    assert demands(world.core, world.now)[1].wanted == pytest.approx(4 * (2 / 3) / TARGET_PRESSURE)
+
+
+def test_queues_at_prefill_want_instances_and_tell_their_seconds() -> None:
+    world = World(2, 1, replace(ROLES, swap=False))
+    world.queue(20.0)
+    world.wait(1)
+    prefill, _ = demands(world.core, world.now)
+    assert prefill.backlog_s == pytest.approx(20.0)
+    assert prefill.pressure == pytest.approx(1.0 + 20.0 / ROLES.ttft_s)
+    assert prefill.wanted == pytest.approx(2 * prefill.pressure / TARGET_PRESSURE)
+
+
+def test_memory_in_use_wants_instances_where_few_sequences_run() -> None:
+    world = World(1, 2, FIXED_ROLES)
+    for name in ("d0", "d1"):
+        world.loads[name] = replace(world.loads[name], free_blocks=BLOCKS // 10)
+    world.wait(1)
+    decode = demands(world.core, world.now)[1]
+    assert decode.free_share == pytest.approx(0.1)
+    assert decode.pressure == pytest.approx(0.9)
+
+
+def test_an_instance_that_drains_is_left_out() -> None:
+    world = World(2, 2, FIXED_ROLES)
+    for name in ("p0", "d0"):
+        world.loads[name] = replace(world.loads[name], draining=True)
+    world.wait(1)
+    assert [pool.instances for pool in demands(world.core, world.now)] == [1, 1]
+
+
+def test_an_empty_cluster_wants_one_of_each() -> None:
+    assert [pool.wanted for pool in demands(World(0, 0).core, 0.0)] == [1.0, 1.0]
