@@ -190,12 +190,18 @@ def run_inspect(
     *,
     max_model_len: int | None,
     quantization: Quantization,
+    ranks: int = 1,
     as_json: bool,
 ) -> None:
-    """Print the report as a table or as one JSON object."""
+    """Print the report as a table or as one JSON object.
+
+    Raises:
+        UnsupportedModel: so many ranks cannot share the layers.
+    """
     from moonpool.base.checkpoint.config import kv_layout
     from moonpool.base.checkpoint.formats import inspect_checkpoint
     from moonpool.base.checkpoint.resolve import resolve
+    from moonpool.base.families.ranks import check_ranks, share_of_rank
     from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
     from moonpool.base.kv.memory import available_bytes
     from moonpool.engine.memory_estimate import estimated_memory
@@ -204,6 +210,7 @@ def run_inspect(
     path = resolve(model)
     how: Any = {"max_model_len": max_model_len, "quantization": quantization}
     found = inspect_checkpoint(path, dtype, block_size or DEFAULT_BLOCK_SIZE, **how)
+    check_ranks(found.config.decoder, ranks, found.config.architecture)
     layout = kv_layout(found.config, found.dtype, found.block_size)
     blocks = layout.blocks_for(found.context_tokens)
     longest = found.config.max_position_embeddings
@@ -223,6 +230,7 @@ def run_inspect(
         "idle_bytes": engine.idle,
         "engine_bytes": engine.all,
         "weights_in": "memory" if engine.fits(available_bytes()) else MAPPED,
+        "tensor_parallel": share_of_rank(found.config.decoder, ranks) if ranks > 1 else None,
         **_answer_formats(path),
     }
     if as_json:

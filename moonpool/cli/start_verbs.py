@@ -270,6 +270,9 @@ def inspect(
     quantization: Annotated[
         Quantization, typer.Option(help="How engines hold the weights: auto, file, int8, int4 or none.")
     ] = "auto",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Show what each process has where so many share the layers.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show a checkpoint's parameters, KV, how layers compute, what an engine takes, and what fits a given memory."""
@@ -282,6 +285,7 @@ def inspect(
         memory_bytes,
         max_model_len=max_model_len,
         quantization=quantization,
+        ranks=tensor_parallel_size,
         as_json=as_json,
     )
 

@@ -123,11 +123,17 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         ),
     )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-cache-memory-bytes hold")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="engine processes of each stage, which share heads and inner states of its layers; prefill and "
+        "decode may differ; CPUs only (docs/extend/tensor_parallelism.md)",
+    )
     threads: int = Field(
         0,
         ge=0,
         description="compute threads of each engine process at most; 0 = all cores where engines lend them to each "
-        "other, else an equal part for each stage",
+        "other, else an equal part for each process",
     )
     core_share: int = Field(
         1,

@@ -9,6 +9,8 @@ from moonpool.engine.kv_gate import StepState
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
+from moonpool.engine.models.stage import SAMPLED
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler
@@ -27,8 +29,8 @@ class LayerRun(RunMode):
         return StepRun(step, packed, masks, self._last_rows(step), self._stage.model.layer_begin, step.steps - 1)
 
     def advance(self, run: StepRun, tokens: list[int]) -> None:
-        assert run.sampler is not None
-        run.sampler.advance(tokens)
+        if run.sampler is not None:  # the first rank's
+            run.sampler.advance(tokens)
         run.packed = run.batch = run.packed.after(tokens)
         run.advance(self._stage.model.layer_begin)
         self._stage.platform.memory.advance(run.packed.block_ids.tolist(), run.packed.filled())
@@ -36,17 +38,32 @@ class LayerRun(RunMode):
     @in_inference_mode
     def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
         done = self._receive(run) and self._compute(run)
-        if done and self._stage.model.is_last:
+        if done and self._stage.model.is_last and self._first:
             self._stage.platform.stream.run(partial(self._choose, run))
         self._stage.platform.stream.record().wait()
         if not done or run.output.late:  # their tokens are computed again
             self._stage.platform.stream.run(partial(self._stage.model.undo.restore, run.output.late if done else None))
         if not done:
             run.output = StepOutput()
-        following = self._begin_next(run, done=done)
+        following = self._begin_next(run, done=done) if self._first else None
+        if done and self._stage.model.is_last and self._stage.model.ranks is not None:
+            following = self._agree(self._stage.model.ranks, following)
         # Sent whatever has happened, so that the next stage knows.
         self._stage.links.send(run.step.step_id, run.hidden if done else None)
         return self._finish(run, times, self._cpu_share(run, times), following, done=done)
+
+    @property
+    def _first(self) -> bool:
+        """Whether this process decides and samples for the stage."""
+        return self._stage.model.ranks is None or self._stage.model.ranks.first
+
+    def _agree(self, ranks: Ranks, following: list[int] | None) -> list[int] | None:
+        """Return the tokens of the run's next step as the first rank knows them; None: the run is over."""
+        if ranks.first:
+            ranks.tell([SAMPLED, *(following or ())])
+            return following
+        _, *tokens = self._stage.model.assist()
+        return tokens or None
 
     def _receive(self, run: StepRun) -> bool:
         """Bring batch and hidden states to the device; return False if the stage before aborted the step."""
@@ -77,7 +94,9 @@ class LayerRun(RunMode):
         """
         step, cpu = run.step, self._stage.platform.device is None
         progress = self._stage.model.progress(run.batch.loras) if cpu and step.layer_events else None
-        together = cpu and self._stage.model.by_layers and (progress is not None or not step.layer_events)
+        # Ranks do not go apart: each layer is computed by all of them, or by none.
+        alone = cpu and self._stage.model.by_layers and self._stage.model.ranks is None
+        together = alone and (progress is not None or not step.layer_events)
         signals = self._stage.kv_gates.signals(step.step_id, gated=step.gated) if together else None
         if progress is None:
             return self._give_layers(run, signals, None)
@@ -94,9 +113,7 @@ class LayerRun(RunMode):
         while layer < end:
             gate = layer if model.by_layers else end - 1
             # A model without layers apart reads all KV in one call, so that the call waits for the last layer's gate.
-            if step.gated and not self._stage.kv_gates.wait(step.step_id, gate, self._stage.gate_timeout_s):
-                return False
-            if self._stage.kv_gates.aborted(step.step_id):
+            if not self._may_compute(step, gate):
                 return False
             start_ns = time.monotonic_ns()
             last = layer + 1 if signals is None and model.by_layers else end
@@ -109,6 +126,17 @@ class LayerRun(RunMode):
                 platform.memory.finish_layer(number, report)
             layer = came
         return True
+
+    def _may_compute(self, step: Step, gate: int) -> bool:
+        """Wait for a layer's gate; return whether the step goes on. The first rank decides for the others."""
+        ranks, gates = self._stage.model.ranks, self._stage.kv_gates
+        if ranks is not None and not ranks.first:
+            return bool(ranks.hear()[0])
+        goes_on = not step.gated or gates.wait(step.step_id, gate, self._stage.gate_timeout_s)
+        goes_on = goes_on and not gates.aborted(step.step_id)
+        if ranks is not None:
+            ranks.tell([int(goes_on)])
+        return goes_on
 
     def _last_rows(self, step: Step) -> list[int] | None:
         """Return each sequence's number of last rows that are needed after the last layer; None: all rows."""

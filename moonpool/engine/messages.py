@@ -1,12 +1,14 @@
 """Messages between an I/O process and engine processes: frozen, picklable, free of torch.
 
-A *step* is one forward pass over a packed batch of sequences, run by all stages in sending order. `Step` goes to every
-stage; each stage answers `LayerDone` per layer (when asked for) and one `StageDone`; the `StageDone` of the last stage
-carries the sampled tokens. If layers are reported, the last stage also answers `StageTokens` as soon as there are
-tokens, before KV is hashed. A run is answered by one `StageDone` for each step; only a single stage runs more than one.
-`OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may come at any time in between, even before
-the step has begun, and are ignored once the step is done. Step ids grow from step to step. `FetchBlocks` is answered by
-one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`, `LoadLora` and `DropLora` by one `LoraAnswer`.
+A *step* is one forward pass over a packed batch of sequences, run by all stages in sending order. Each stage has one
+process, or several ranks; orders go to all of them. A rank that is not a stage's first answers `StageDone` and what
+orders are answered by, and nothing else. `Step` goes to every stage; each stage answers `LayerDone` per layer (when
+asked for) and one `StageDone`; the `StageDone` of the last stage carries the sampled tokens. If layers are reported,
+the last stage also answers `StageTokens` as soon as there are tokens, before KV is hashed. A run is answered by one
+`StageDone` for each step; only a single stage runs more than one. `OpenKVGateMessage`, `DropSequence`, `StopRunMessage`
+and `AbortStageStep` may come at any time in between, even before the step has begun, and are ignored once the step is
+done. Step ids grow from step to step. `FetchBlocks` is answered by one `BlocksFetched` from each stage, `LoadKV` by one
+`KVLoaded`, `LoadLora` and `DropLora` by one `LoraAnswer`.
 """
 
 from collections.abc import Mapping
@@ -44,9 +46,11 @@ class EngineSpec:
     memory_share: float = MEMORY_SHARE
     """Share of the devices' memory, and of the host's free memory, that the engine takes for sizes that are 0."""
     stages: int = 1
-    """Engine processes; each runs consecutive layers."""
+    """Pipeline stages; each runs consecutive layers."""
+    ranks: int = 1
+    """Engine processes of each stage; each computes some heads and inner states of the stage's layers."""
     threads: int = 0
-    """Compute threads of each stage at most; 0 = all cores where they are lent, else an equal part for each stage."""
+    """Compute threads of each process at most; 0 = all cores where they are lent, else an equal part for each."""
     core_page: str = ""
     """File by which the engines of this host lend each other cores; "" = they do not."""
     core_share: int = 1
@@ -230,14 +234,15 @@ class LoraAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """First message to a worker: the engine, and which stage of the pipeline the worker is."""
+    """First message to a worker: the engine, and which stage of the pipeline and rank of the stage the worker is."""
 
     engine: EngineSpec
     stage: int
+    rank: int
     layer_begin: int
     layer_end: int
     rendezvous: str
-    """Private folder in which the stages find each other; empty when there is one stage."""
+    """Private folder in which the stages' processes of this rank find each other; empty when there is one stage."""
 
 
 @dataclass(frozen=True, slots=True)

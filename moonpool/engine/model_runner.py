@@ -110,8 +110,8 @@ class StageRunner(StageParts):
             self.platform.device.enter_thread()
         try:
             lora = load_lora(
-                Path(order.folder), order.lora, self.model.config, self.model.layers, self.model.layer_begin,
-                max_rank=self.max_lora_rank,
+                Path(order.folder), order.lora, self.model.whole, self.model.layers, self.model.layer_begin,
+                max_rank=self.max_lora_rank, ranks=self.model.ranks,
             )  # fmt: skip
         except MoonpoolError as error:
             failure = WorkerFailed(error.message, type(error).__name__, getattr(error, "field", ""))

@@ -1,6 +1,6 @@
-"""An engine on one process for each pipeline stage.
+"""An engine on one process for each rank of each pipeline stage.
 
-A step is sent to all stages at once and is over when every stage has reported; only then are the step's blocks free to
+A step is sent to all processes at once and is over when every one has reported; only then are the step's blocks free to
 change. If one process dies, the engine has failed for good: the other processes are killed, and running and later steps
 raise.
 """
@@ -59,6 +59,8 @@ from moonpool.engine.worker_process import WorkerProcess, error_of_worker, exit_
 RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
+_LOOK_S, _LOOKS = 0.5, 3
+"""Seconds between two looks at the processes, and looks after which a stopped process is lost."""
 _REAP_S = 2.0
 """A killed process ends in milliseconds."""
 StartMessage = TypeVar("StartMessage", StageRoom, WorkerReady)
@@ -67,9 +69,18 @@ log = get_logger(__name__)
 
 
 class ProcessEngine:
-    """An `Engine` on one process per stage."""
+    """An `Engine` on one process for each rank of each stage.
 
-    def __init__(self, spec: EngineSpec, memory: PoolMemory, workers: Sequence[WorkerProcess]) -> None:
+    `stopped` tells whether a worker's process is stopped; None: nobody looks.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        memory: PoolMemory,
+        workers: Sequence[WorkerProcess],
+        stopped: Callable[[WorkerProcess], bool] | None = None,
+    ) -> None:
         self._spec = spec
         self._memory = memory
         self._workers = list(workers)
@@ -83,9 +94,10 @@ class ProcessEngine:
         self._asked: dict[int, _PendingAnswers] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._readers: list[asyncio.Task[None]] = []
+        self._stopped, self._watch = stopped, asyncio.Future[None]()
         self.speeds = Speeds()
         self.footprints: dict[int, Footprint] = {}
-        """What each stage's process holds in memory at most."""
+        """What each stage's first process holds in memory at most."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -108,7 +120,7 @@ class ProcessEngine:
     @property
     def stages(self) -> int:
         """Stages, and steps that may be in flight."""
-        return len(self._workers)
+        return self._spec.stages
 
     @property
     def pool(self) -> KVPool:
@@ -122,7 +134,7 @@ class ProcessEngine:
 
     @property
     def pids(self) -> list[int]:
-        """The stages' processes."""
+        """The processes, stage by stage and rank by rank."""
         return [worker.process.pid for worker in self._workers]
 
     @property
@@ -213,7 +225,7 @@ class ProcessEngine:
         if self._failed.done():
             future.set_exception(Unavailable(self._failed.result()))
             return future
-        self._asked[message.number] = _PendingAnswers(future, set(range(self.stages)))
+        self._asked[message.number] = _PendingAnswers(future, set(map(str, self._workers)))
         future.add_done_callback(lambda done: self._asked.pop(message.number))
         self._send(message)
         return future
@@ -225,7 +237,7 @@ class ProcessEngine:
     # --- answers of the stages -------------------------------------------------------------------------------------
 
     async def ready(self, listener: StartListener) -> None:
-        """Wait until every stage has loaded.
+        """Wait until every process has loaded.
 
         Args:
             listener: called for each layer that a stage has loaded, and for the start's progress.
@@ -288,8 +300,8 @@ class ProcessEngine:
 
     def _note(self, worker: WorkerProcess, message: WorkerReady) -> None:
         log.info(
-            "loaded", stage=worker.stage, seconds=round(message.load_s, 2), peak_mib=message.peak_bytes >> 20,
-            checkpoint=self._spec.checkpoint,
+            "loaded", stage=worker.stage, rank=worker.rank, seconds=round(message.load_s, 2),
+            peak_mib=message.peak_bytes >> 20, checkpoint=self._spec.checkpoint,
         )  # fmt: skip
         if message.changed_weights:
             log.warning("weights are not held as in the file", stage=worker.stage, tensors=message.changed_weights)
@@ -299,14 +311,30 @@ class ProcessEngine:
                 "for the disk",
                 stage=worker.stage, mib=message.mapped_bytes >> 20, folder=os.path.dirname(self._spec.weights_file),
             )  # fmt: skip
-        self.footprints[worker.stage] = message.footprint
-        log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
+        self.footprints.setdefault(worker.stage, message.footprint)
+        log.info(
+            "memory", stage=worker.stage, rank=worker.rank, pid=worker.process.pid, **message.footprint.mebibytes()
+        )
 
     def listen(self) -> None:
         """Start to read the stages' messages, and report landed KV."""
-        for part, worker in zip(self.pool.parts, self._workers, strict=True):
-            part.on_landed = partial(self._kv_landed, worker)
+        for worker in self._workers:
+            if not worker.rank:
+                self.pool.parts[worker.stage].on_landed = partial(self._kv_landed, worker)
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
+        if self._stopped is not None:
+            self._watch = asyncio.create_task(self._watch_workers(self._stopped), name="watch")
+
+    async def _watch_workers(self, stopped: Callable[[WorkerProcess], bool]) -> None:
+        """Fail the engine if a process stays stopped: others wait for it, and its channel stays open."""
+        looks = dict.fromkeys(map(str, self._workers), 0)
+        while not self._failed.done():
+            await asyncio.sleep(_LOOK_S)
+            for worker in self._workers:
+                looks[str(worker)] = looks[str(worker)] + 1 if stopped(worker) else 0
+                if looks[str(worker)] >= _LOOKS:
+                    self._fail(f"{worker} is stopped")
+                    return
 
     def _kv_landed(self, worker: WorkerProcess) -> None:
         """KV landed in the pool, and no KV is under way to the stage's device. Called by any thread."""
@@ -344,13 +372,13 @@ class ProcessEngine:
             flight.report(message)
         else:
             flight.done.append(message)
-            if len(flight.done) == self.stages:
+            if len(flight.done) == len(self._workers):
                 self._finish(message.step_id)
 
     def _answered(self, message: BlocksFetched | KVLoaded | LoraAnswer, who: str) -> None:
         answer = self._asked.get(message.number)
         if answer is not None:
-            answer.missing.discard(message.stage)
+            answer.missing.discard(who)
             if isinstance(message, LoraAnswer):
                 answer.nbytes += message.nbytes
                 if message.failure is not None:
@@ -417,6 +445,7 @@ class ProcessEngine:
             pass  # killed below
         finally:
             self._fail("the engine was shut down")
+            self._watch.cancel()
             for reader in self._readers:
                 reader.cancel()
             for worker in self._workers:
@@ -465,7 +494,7 @@ class _StepInFlight:
 
 def _step_result(stages: Sequence[StageDone]) -> StepResult:
     aborted = any(done.aborted for done in stages)
-    last = max(stages, key=lambda done: done.stage)
+    last = max(stages, key=lambda done: (done.stage, len(done.sampled)))  # of a stage's ranks the first samples
     start_ns = min(done.start_ns for done in stages)
     end_ns = max(done.end_ns for done in stages)
     sampled = () if aborted else last.sampled
@@ -478,9 +507,9 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
 
 @dataclass(slots=True, eq=False)
 class _PendingAnswers:
-    """A fetch, a load or an adapter's order without the answers of some stages."""
+    """A fetch, a load or an adapter's order without the answers of some processes, `missing` by name."""
 
     future: "asyncio.Future[None]"
-    missing: set[int]
+    missing: set[str]
     nbytes: int = 0
     failure: MoonpoolError | None = None

@@ -25,6 +25,7 @@ from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.checkpoint.weight_file import in_use
 from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
 from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.base.families.ranks import SETTING, check_ranks
 from moonpool.base.kv.keys import namespace
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.memory import available_bytes
@@ -118,7 +119,9 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     if model.pooling is not None and model.pooling.whole and config.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype", f"must be auto: {model.architecture} sees whole prompts and has no KV")
     devices = stage_devices(config.device, stages)
-    lends = config.core_share and devices[0].platform.uses_host_cores
+    _check_ranks(config, model)
+    # A rank that gave its cores away would hold all others up in the next sum.
+    lends = config.core_share and devices[0].platform.uses_host_cores and config.tensor_parallel_size == 1
     by_memory = devices[0].platform.sized_by_memory
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
@@ -134,12 +137,15 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_num_batched_tokens=0 if by_memory and not config.most_step_tokens else _step_tokens(config),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
+        ranks=config.tensor_parallel_size,
         threads=config.threads,
         core_page=(config.core_page or str(default_core_page())) if lends else "",
         core_share=config.core_share,
         device=config.device,
         graph_rows=config.most_decoded if config.cuda_graphs == "auto" else 0,
-        int8_head=(decode or config.either_role) and stages == 1 and config.int8_head == "auto",
+        int8_head=(decode or config.either_role)
+        and stages == config.tensor_parallel_size == 1
+        and config.int8_head == "auto",
         deterministic=config.deterministic,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank if config.max_loras else 0,
@@ -240,6 +246,20 @@ def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
     return found.speeds
 
 
+def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Check that the engine can have the ranks that are asked for.
+
+    Raises:
+        ConfigError: not on this device, or not with another setting.
+        UnsupportedModel: a layer of the model cannot be divided so.
+    """
+    if config.tensor_parallel_size == 1:
+        return
+    if config.device != "cpu":
+        raise ConfigError(SETTING, f"must be 1 with device={config.device}: ranks compute on CPUs only")
+    check_ranks(model.decoder, config.tensor_parallel_size, model.architecture)
+
+
 def _emulated_setup(
     config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
 ) -> EngineSetup:
@@ -261,6 +281,8 @@ def _emulated_setup(
         raise ConfigError("device", f"emulated compute is on none; leave it out, not {config.device!r}")
     if config.deterministic:
         raise ConfigError("deterministic", "emulated compute is so always; leave it out")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(SETTING, f"emulated compute has no ranks; leave it 1, not {config.tensor_parallel_size}")
     layout = profile.layout(config.block_size)
     spec = EngineSpec(
         checkpoint=str(folder),

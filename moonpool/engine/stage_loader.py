@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.base.fork_server import preloaded_bytes
+from moonpool.base.scheduling.steps import LayerDone
 from moonpool.engine.channel import BlockingChannel
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
@@ -19,15 +20,19 @@ from moonpool.engine.messages import (
     EngineSpec,
     Footprint,
     LayersLoaded,
+    StageDone,
+    StageEvent,
     StageRoom,
     StageSpec,
     StageStarting,
+    StageTokens,
 )
 from moonpool.engine.platforms.registry import collectives_of, stage_devices
 
 if TYPE_CHECKING:
     from moonpool.engine.model_runner import StageRunner
     from moonpool.engine.models.stage import StageModel
+    from moonpool.engine.parallel.ranks import Ranks
     from moonpool.engine.pipeline import Links
     from moonpool.engine.platforms.stage_platform import StagePlatform
     from moonpool.engine.structured_output import MaskBuilder
@@ -39,6 +44,7 @@ class StageLoader:
     Args:
         spec: the stage's.
         pool_fd: descriptor for the stage's part of the KV pool.
+        page_fd: descriptor for the page of the stage's ranks; of no use to a stage with one.
         gates: KV gates for the stage's steps.
         channel: to the I/O process.
         sizes: waits for the answer to `StageRoom`.
@@ -49,6 +55,7 @@ class StageLoader:
         self,
         spec: StageSpec,
         pool_fd: int,
+        page_fd: int,
         gates: KVGates,
         channel: BlockingChannel,
         sizes: Callable[[], EngineSizes],
@@ -73,6 +80,7 @@ class StageLoader:
         self.device = open_device(self.devices[spec.stage])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
         _build_libraries(channel, engine=self.device is None)
+        self.ranks = self._ranks(page_fd)
         self.model = self._load_weights()
         if not self.engine.sized:
             self.engine = self._sized(sizes)
@@ -94,11 +102,11 @@ class StageLoader:
 
         platform, footprint = self._open_platform()
         longest = max_sequence_tokens(self.config, self.engine)
-        masks = self._mask_builder(footprint) if self.model.is_last else None
+        first = self.ranks is None or self.ranks.first
+        masks = self._mask_builder(footprint) if self.model.is_last and first else None
         timeout_s = self.engine.gate_timeout_s
-        runner = StageRunner(
-            self.spec.stage, self.model, platform, self._links(), self.gates, self.channel.send, timeout_s, masks
-        )
+        emit = self.channel.send if first else partial(_emit_as_further_rank, self.channel.send)
+        runner = StageRunner(self.spec.stage, self.model, platform, self._links(), self.gates, emit, timeout_s, masks)
         runner.max_lora_rank = self.engine.max_lora_rank
         if self.native is not None:
             had = self.native.had
@@ -120,6 +128,14 @@ class StageLoader:
         found = sizes()
         return replace(self.engine, blocks=found.blocks, max_num_batched_tokens=found.max_num_batched_tokens)
 
+    def _ranks(self, page_fd: int) -> Ranks | None:
+        from moonpool.engine.parallel.page import RankPage
+        from moonpool.engine.parallel.ranks import Ranks
+
+        if self.engine.ranks == 1:
+            return None
+        return Ranks(RankPage(page_fd, self.spec.rank, self.engine.ranks, self.engine.step_timeout_s))
+
     def _load_weights(self) -> StageModel:
         from moonpool.base.malloc import release_memory
         from moonpool.engine.models.loader import load_stage, torch_dtype
@@ -138,6 +154,7 @@ class StageLoader:
             deterministic=engine.deterministic,
             kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, file, imatrix),
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
+            ranks=self.ranks,
         )
         release_memory()  # what was unpacked on the way
         return model
@@ -151,7 +168,8 @@ class StageLoader:
         config, engine, model = self.config, self.engine, self.model
         loras = lora_bytes(config, engine, self.spec.layer_begin, self.spec.layer_end)
         sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, loras=loras)
-        platform = stage_platform(self.device, self.part, self.on_failure, sizes.work + sizes.graphs + sizes.loras)
+        beside = sizes.work + sizes.graphs + sizes.loras
+        platform = stage_platform(self.device, self.part, self.on_failure, beside, self.ranks)
         work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
         formats = grammar_bytes(config) if model.is_last else 0
         held = None if self.device is None else sizes
@@ -192,6 +210,12 @@ class StageLoader:
         self.channel.send(StageStarting("preparing structured answers"))
         masks.warm()
         return masks
+
+
+def _emit_as_further_rank(send: Callable[[StageEvent], None], event: StageEvent) -> None:
+    """Send what the I/O process hears of ranks that are not a stage's first: that they are done with an order."""
+    if not isinstance(event, LayerDone | StageTokens) and not (isinstance(event, StageDone) and not event.over):
+        send(event)
 
 
 def _build_libraries(channel: BlockingChannel, *, engine: bool) -> None:

@@ -1,9 +1,10 @@
-"""Starts an engine: one process per pipeline stage, or the emulated engine.
+"""Starts an engine: a process for each rank of each pipeline stage, or the emulated engine.
 
 Workers exit when their channel closes, so a killed I/O process leaves none behind.
 """
 
 import asyncio
+import itertools
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.fork_server import Launcher, engine_started, start_worker
+from moonpool.base.kv.memory import shared_memory
 from moonpool.base.scheduling.steps import stage_ranges
 from moonpool.engine.calibration import TimedSizes, measure
 from moonpool.engine.channel import AsyncChannel
@@ -22,11 +24,12 @@ from moonpool.engine.messages import (
     EngineSpec,
     StageSpec,
 )
+from moonpool.engine.parallel.page import page_bytes
 from moonpool.engine.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_listener import NO_LISTENER, StartListener
-from moonpool.engine.worker_process import WorkerProcess, spawn_worker, worker_environment
+from moonpool.engine.worker_process import WorkerProcess, is_stopped, spawn_worker, worker_environment
 
 WORKER = "moonpool.engine.worker"
 """A worker's program."""
@@ -67,40 +70,44 @@ async def start_processes(
     """As `start_engine`; `worker_module` is a worker's program (tests use a substitute)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
     cores = len(os.sched_getaffinity(0))
-    threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))
+    threads = spec.threads or (cores if spec.core_page else max(1, cores // (spec.stages * spec.ranks)))
     spec = replace(spec, threads=threads)
     async with AsyncExitStack() as stack:
         memory = PoolMemory(ranges)
         stack.callback(memory.close)
         if spec.sized:
             memory.make(spec.layout, spec.blocks, spec.slots)
-        rendezvous = ""
+        meeting = ""
         if spec.stages > 1:
-            rendezvous = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone
-            stack.callback(shutil.rmtree, rendezvous, ignore_errors=True)
+            meeting = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone
+            stack.callback(shutil.rmtree, meeting, ignore_errors=True)
+        rendezvous = [_chain_folder(meeting, rank) for rank in range(spec.ranks)]
         env = worker_environment(spec, threads)
+        pages = [_rank_page(spec.ranks, stack) for _ in ranges]
         workers: list[WorkerProcess] = []
         with ExitStack() as unwind:
-            for stage, file in enumerate(memory.files):
-                process, sock = spawn_worker(worker_module, launcher, file, env)
+            for stage, rank in itertools.product(range(spec.stages), range(spec.ranks)):
+                process, sock = spawn_worker(worker_module, launcher, memory.files[stage], pages[stage], env)
                 unwind.callback(process.wait)
                 unwind.callback(process.kill)
-                workers.append(WorkerProcess(stage, process, await AsyncChannel.open(sock)))
+                channel = await AsyncChannel.open(sock)
+                workers.append(WorkerProcess(stage, process, channel, rank, alone=spec.ranks == 1))
                 unwind.callback(workers[-1].channel.close)
             unwind.pop_all()  # from here on it is the engine's
         engine_started()
-        engine = ProcessEngine(spec, memory, workers)
+        engine = ProcessEngine(spec, memory, workers, is_stopped)
         stack.push_async_callback(engine.shutdown)
-        for worker, (begin, end) in zip(workers, ranges, strict=True):
-            worker.channel.send(StageSpec(spec, worker.stage, begin, end, rendezvous))
+        for worker in workers:
+            begin, end = ranges[worker.stage]
+            worker.channel.send(StageSpec(spec, worker.stage, worker.rank, begin, end, rendezvous[worker.rank]))
         try:
             async with asyncio.timeout(start_timeout_s) as limit:
                 renewing = _Renewing(listener, limit, start_timeout_s)
                 await engine.ready(renewing)
                 engine.listen()
                 # Stages have met. Backends other than the host's may read the folder later, too.
-                if rendezvous and collectives_of(stage_devices(spec.device, spec.stages)) == HOST_COLLECTIVES:
-                    shutil.rmtree(rendezvous, ignore_errors=True)
+                if meeting and collectives_of(stage_devices(spec.device, spec.stages)) == HOST_COLLECTIVES:
+                    shutil.rmtree(meeting, ignore_errors=True)
                 if spec.measure:
                     renewing.starting("measuring the engine's speed")
                     engine.speeds = await measure(engine, max_tokens=spec.max_tokens, sizes=TimedSizes.of(engine.spec))
@@ -113,6 +120,25 @@ async def start_processes(
             engine.kill()
             raise
         yield engine
+
+
+def _rank_page(ranks: int, stack: AsyncExitStack) -> int:
+    """Return the descriptor of the page by which a stage's ranks meet, closed with `stack`; -1 for one rank."""
+    if ranks == 1:
+        return -1
+    page = shared_memory()
+    stack.callback(os.close, page)
+    os.truncate(page, page_bytes(ranks))
+    return page
+
+
+def _chain_folder(meeting: str, rank: int) -> str:
+    """Make and return the folder where the stages' processes of a rank find each other; "" where they need none."""
+    if not meeting:
+        return ""
+    folder = os.path.join(meeting, str(rank))
+    os.mkdir(folder)
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """An engine process: `python -P -m moonpool.engine.worker --channel FD --pool FD`, started by the I/O process only.
 
+A stage with several ranks has one process for each (`--page FD`).
+
 The process takes orders from the channel and exits when the channel closes. Torch is imported after the receiving
 thread has started, so that the process ends with its parent even while importing.
 """
@@ -155,7 +157,9 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
         if Path(engine.core_page) != default_core_page():  # named by a flag
             raise
         sys.stderr.write(f"cores are not lent: {error}\n")
-        torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
+        torch.set_num_threads(
+            min(engine.threads, max(1, len(os.sched_getaffinity(0)) // (engine.stages * engine.ranks)))
+        )
         return contextlib.nullcontext
     kernels = library.get() if runner.model.native else None
     if kernels is not None:
@@ -172,7 +176,7 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     return split
 
 
-def serve(channel: BlockingChannel, pool_fd: int) -> None:
+def serve(channel: BlockingChannel, pool_fd: int, page_fd: int) -> None:
     """Load the stage, then run steps until the order to shut down."""
     spec: StageSpec = channel.receive()
     gates = KVGates()
@@ -187,7 +191,9 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
             _exit(0)
         return order
 
-    runner, footprint = StageLoader(spec, pool_fd, gates, channel, sizes, partial(_end_process, channel)).load()
+    runner, footprint = StageLoader(
+        spec, pool_fd, page_fd, gates, channel, sizes, partial(_end_process, channel)
+    ).load()
     receiver.load, receiver.load_lora = runner.load, runner.load_lora
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -221,10 +227,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="moonpool.engine.worker")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the I/O process")
     parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")
+    parser.add_argument("--page", type=int, default=-1, help="descriptor of the page of this stage's ranks")
     args = parser.parse_args(argv)
     channel = BlockingChannel(socket.socket(fileno=args.channel))
     try:
-        serve(channel, args.pool)
+        serve(channel, args.pool, args.page)
     except Exception as error:
         _end_process(channel, error)
     _exit(0)

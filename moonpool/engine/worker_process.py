@@ -1,4 +1,4 @@
-"""The process of one pipeline stage: its start, its channel, and why it ended."""
+"""The process of one rank of a pipeline stage: its start, its channel, and why it ended."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import moonpool.base.errors
 from moonpool.base.errors import Internal, MoonpoolError
@@ -24,14 +25,25 @@ stop a writer of another process group."""
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One stage's process and this end of the channel."""
+    """The process of a stage's rank and this end of the channel. `alone`: the stage has no other ranks."""
 
     stage: int
     process: ChildProcess
     channel: AsyncChannel
+    rank: int = 0
+    alone: bool = True
 
     def __str__(self) -> str:
-        return f"engine stage {self.stage} (process {self.process.pid})"
+        rank = "" if self.alone else f" rank {self.rank}"
+        return f"engine stage {self.stage}{rank} (process {self.process.pid})"
+
+
+def is_stopped(worker: WorkerProcess) -> bool:
+    """Return whether a worker's process is stopped, as by SIGSTOP; False where the system does not say."""
+    try:
+        return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
@@ -55,15 +67,18 @@ def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
 
 
 def spawn_worker(
-    module: str, launcher: Launcher, pool_fd: int, env: dict[str, str]
+    module: str, launcher: Launcher, pool_fd: int, page_fd: int, env: dict[str, str]
 ) -> tuple[ChildProcess, socket.socket]:
-    """Start one worker; return the worker and our end of the channel."""
+    """Start one worker; return the worker and our end of the channel. `page_fd`: -1 = the stage has one rank."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, _signals_blocked():
-            arguments = ["--channel", str(theirs.fileno()), "--pool", str(pool_fd)]
+            descriptors = {"--channel": theirs.fileno(), "--pool": pool_fd}
+            if page_fd >= 0:
+                descriptors["--page"] = page_fd
+            arguments = [word for name, number in descriptors.items() for word in (name, str(number))]
             # Standard output belongs to the process that started this one.
-            program = Program(module, arguments, env, stdout=2, stderr=2, pass_fds=(theirs.fileno(), pool_fd))
+            program = Program(module, arguments, env, stdout=2, stderr=2, pass_fds=tuple(descriptors.values()))
             process = launcher(program)
     except BaseException:
         ours.close()

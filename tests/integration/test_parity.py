@@ -160,6 +160,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         *(["--set", "deterministic=true"] if topology.deterministic else []),
         *transports,
     ]
+    at_prefill, at_decode = (["--set", f"tensor_parallel_size={ranks}"] for ranks in topology.ranks)
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -173,8 +174,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         kv_cache_memory_bytes=16 << 20,
         dram_bytes=16 << 20,
         extra={
-            "prefill": ["--max-num-batched-tokens", "64", *flags],
-            "decode": flags,
+            "prefill": ["--max-num-batched-tokens", "64", *flags, *at_prefill],
+            "decode": [*flags, *at_decode],
             "kvstore": transports,
             # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
             # Prompts are computed at prefill, so that KV is moved: `test_rests` and `test_one_engine` have the others.

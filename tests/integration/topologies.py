@@ -20,6 +20,7 @@ class Topology:
         deterministic: whether the services run with `deterministic`.
         device: where the engines compute.
         transport: that KV takes.
+        ranks: engine processes of each stage at prefill, and at decode.
     """
 
     shape: str
@@ -30,6 +31,7 @@ class Topology:
     deterministic: bool = False
     device: str = "cpu"
     transport: str = "local"
+    ranks: tuple[int, int] = (1, 1)
 
     @property
     def exact(self) -> bool:
@@ -48,8 +50,9 @@ class Topology:
     def __str__(self) -> str:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
         device = "" if self.device == "cpu" else f"-{self.device}"
+        ranks = "" if self.ranks == (1, 1) else f"-ranks{self.ranks[0]}to{self.ranks[1]}"
         name = f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
-        return f"{name}-{self.transport}{device}"
+        return f"{name}-{self.transport}{device}{ranks}"
 
 
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
@@ -78,6 +81,12 @@ REST = [
     Topology("tiny-qwen3-next", 1, 1, True, F32, device="staged:7"),
     Topology("tiny-llama", 2, 2, True, BF16, device="staged:11"),
     Topology(BUNDLED, 1, 1, True, BF16, device="staged:12"),
+    Topology("tiny-qwen2", 1, 1, True, F32, ranks=(2, 1)),
+    Topology("tiny-gemma3", 1, 2, False, F32, ranks=(2, 2)),
+    Topology("tiny-deepseek-v3", 1, 1, True, F32, ranks=(1, 2)),
+    Topology("tiny-mixtral", 1, 1, False, F32, ranks=(2, 1)),
+    Topology("tiny-qwen3", 1, 1, True, F32, ranks=(4, 2)),
+    Topology("tiny-llama", 1, 2, True, BF16, ranks=(1, 2)),
 ]
 
 

@@ -596,7 +596,7 @@ async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
     if config.device != "cpu" or config.engine != "real":
         raise ConfigError("draft_model", "only for engines that compute on a CPU")
     own = {"model": config.draft_model, "dtype": "auto", "kv_cache_dtype": "auto", "imatrix": "", "profile": ""}
-    less = {"max_loras": 0, "either_role": False}
+    less = {"max_loras": 0, "either_role": False, "tensor_parallel_size": 1}
     setup = await asyncio.to_thread(engine_setup, config.model_copy(update=own | less))
     ours = (await asyncio.to_thread(lambda: load_config(resolve(config.model)))).vocab_size
     if setup.vocab_size != ours:

@@ -7,7 +7,7 @@ rows; a row's outputs are added in the order of experts, whatever else is in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,9 +169,12 @@ class DenseAndExperts:
         norms = (self.dense_out_norm, self.experts_norm, self.experts_out_norm)
         return sum(part.nbytes for part in (self.dense, self.experts, *norms))
 
-    def __call__(self, x: Tensor, before: Tensor, *, deterministic: bool) -> Tensor:
-        """Return both parts' sum [T, hidden]: the dense network reads `x`, the experts `before`, which has no norm."""
-        dense = self.dense_out_norm(self.dense(x, deterministic=deterministic))
+    def __call__(self, x: Tensor, before: Tensor, *, deterministic: bool, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return both parts' sum [T, hidden]: the dense network reads `x`, the experts `before`, which has no norm.
+
+        `whole`: makes the sum of all ranks' results, which norms read.
+        """
+        dense = self.dense_out_norm(whole(self.dense(x, deterministic=deterministic)))
         routed = self.router_norm(before)
         chosen = self.experts(self.experts_norm(before), routed=routed, deterministic=deterministic)
-        return dense + self.experts_out_norm(chosen)
+        return dense + self.experts_out_norm(whole(chosen))

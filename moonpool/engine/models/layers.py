@@ -61,6 +61,16 @@ class Norm:
             normed = normed * self._wide
         return normed.to(x.dtype)
 
+    def with_mean_square(self, x: Tensor, mean: Tensor) -> Tensor:
+        """Return the RMS norm of `x` [T, n], a part of vectors whose elements' squares have the mean `mean` [T, 1].
+
+        The weight is of this part.
+        """
+        assert self.spec.kind == "rms"
+        assert self._wide is not None
+        normed = x.float() * torch.rsqrt(mean + self.spec.eps)
+        return (normed * self._wide).to(x.dtype) if self.spec.wide else normed.to(x.dtype) * self._wide.to(x.dtype)
+
 
 @dataclass(slots=True)
 class FeedForward:

@@ -15,6 +15,7 @@ from torch import Tensor
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.checkpoint.weight_file import WeightFile
 from moonpool.base.errors import ConfigError, UnsupportedModel
+from moonpool.base.families.ranks import decoder_of_rank
 from moonpool.base.families.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -33,9 +34,11 @@ from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
 from moonpool.engine.models.pooling_head import load_pooling_head, names_in_front
 from moonpool.engine.models.recurrent import RecurrentWeights
+from moonpool.engine.models.shards import head_of_rank, slots_of_rank
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import DENSE_WEIGHTS, KeptWeights, TensorReader
 from moonpool.engine.models.tensors import (
+    Slots,
     Stored,
     attention_inputs,
     layer_tensors,
@@ -53,6 +56,7 @@ from moonpool.engine.models.weights import (
     WeightNotes,
 )
 from moonpool.engine.models.whole_prompt_stage import load_whole_prompt_stage
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.weights.linear import Linear, LinearWeight
 from moonpool.engine.weights.packing import PACKERS, Packer, pack_int8, packed_if_it_fits
 
@@ -81,11 +85,13 @@ def load_stage(
     deterministic: bool = False,
     kept: KeptWeights = DENSE_WEIGHTS,
     on_layer: Callable[[int, int], None] = lambda done, of: None,
+    ranks: Ranks | None = None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
     Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `on_layer` is
-    called after each layer, with the numbers of loaded layers and all layers.
+    called after each layer, with the numbers of loaded layers and all layers. `ranks`: this process's part of each
+    layer is loaded.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names the tensor; checked for
@@ -114,20 +120,25 @@ def load_stage(
         if kept.imatrix is not None:
             reader.importance = read_imatrix(kept.imatrix, config)
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
+        if ranks is not None:
+            tied, outer = False, _outer_of_rank(outer, ranks)
         wanted = [slot for slot in outer if slot.startswith(_outer_slots(first=first, last=last, tied=tied))]
         if not generates:
             wanted = [slot for slot in wanted if not slot.startswith("head")]
         for slot in wanted:
             reader.expect(outer[slot])
         every = range(layer_begin, layer_end + (len(decoder.tail) if last else 0))
-        slots = {index: layer_tensors(config, index, reader.has) for index in every}
-        for part in chain.from_iterable(parts.values() for parts in slots.values()):
-            reader.expect(part)
+        slots = _layer_slots(config, every, reader, ranks)
+        declared = config
+        if ranks is not None:
+            decoder = decoder_of_rank(decoder, ranks.ranks)
+            config = replace(config, decoder=decoder)
 
         def read(slot: str) -> Tensor | None:
             return reader.read(outer[slot]) if slot in wanted else None
 
         name = f"{layer_begin}-{layer_end}-{str(dtype).removeprefix('torch.')}"
+        name += "" if ranks is None else f"-{ranks.rank}-of-{ranks.ranks}"
         arena = stack.enter_context(_weight_memory(kept, name, lambda: on_layer(0, len(every))))
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
         positions = read("positions")
@@ -160,6 +171,8 @@ def load_stage(
             head=head if last else None,
             int8_head=int8_head,
             notes=WeightNotes(arena.finish(reader.changed()), arena.mapped_bytes),
+            ranks=ranks,
+            whole=declared,
         )
         if last:
             stage.pooling_head = load_pooling_head(Path(path), config, dtype, torch.device(device))
@@ -185,6 +198,28 @@ def _check_whole(config: ModelConfig, layers: int) -> None:
     if (config.decoder.tail or config.decoder.per_layer_rows) and layers < config.num_layers:
         why = f"not for {config.architecture}, whose layers read embeddings of their own and other layers' KV"
         raise UnsupportedModel("pipeline_parallel_size", why)
+
+
+def _layer_slots(config: ModelConfig, every: range, reader: TensorReader, ranks: Ranks | None) -> dict[int, Slots]:
+    """Return the tensors of some layers, a rank's part of them.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a tensor, or has another shape.
+    """
+    slots = {index: layer_tensors(config, index, reader.has) for index in every}
+    for part in chain.from_iterable(parts.values() for parts in slots.values()):
+        reader.expect(part)
+    if ranks is None:
+        return slots
+    whole = config.decoder.every
+    return {index: slots_of_rank(its, whole[index], ranks.rank, ranks.ranks) for index, its in slots.items()}
+
+
+def _outer_of_rank(outer: Slots, ranks: Ranks) -> Slots:
+    """Return the tensors outside layers with a head of a rank's rows; the embedding is whole on all ranks."""
+    head = outer.get("head.weight") or outer["embedding"]  # where the two are tied
+    heads = {"head.weight": head} | ({"head.bias": outer["head.bias"]} if "head.bias" in outer else {})
+    return outer | {slot: head_of_rank(stored, ranks.rank, ranks.ranks) for slot, stored in heads.items()}
 
 
 def _outer_slots(*, first: bool, last: bool, tied: bool) -> tuple[str, ...]:

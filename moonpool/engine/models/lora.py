@@ -27,8 +27,10 @@ from moonpool.base.families import FAMILIES
 from moonpool.base.families.wrapped import wrapped_names
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.models.batch import BatchLoras
+from moonpool.engine.models.shards import slots_of_rank
 from moonpool.engine.models.tensors import Slots, Stored, layer_tensors, outer_tensors, projections
 from moonpool.engine.models.weights import LayerWeights
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.weights.linear import Linear, gated
 
 _RANKS = 8
@@ -151,8 +153,11 @@ def load_lora(
     layer_begin: int,
     *,
     max_rank: int,
+    ranks: Ranks | None = None,
 ) -> StageLora:
     """Return the part of the adapter in `folder` for `layers`, the model's from `layer_begin` on.
+
+    With `ranks`, `config` is the whole model's, and `layers` are this rank's.
 
     Raises:
         CheckpointError: a file is missing or damaged, a tensor does not fit the model, or the content is not that of
@@ -181,6 +186,8 @@ def load_lora(
     with torch.inference_mode():
         for index, weights in enumerate(layers, layer_begin):
             slots = _slots(config, index)
+            if ranks is not None:
+                slots = slots_of_rank(slots, config.decoder.every[index], ranks.rank, ranks.ranks)
             for place, names in projections(weights.spec, slots).items():
                 placed = [(slots[f"{name}.weight"], places.get((index, name))) for name in names.split()]
                 if any(module is not None for _, module in placed):
@@ -254,15 +261,17 @@ class _PairReader:
             at[name], ranks = ranks, ranks + self.modules[name].rank
         outputs = sum(stored.kept_shape[0] for stored, _ in parts)
         width = -(-ranks // _RANKS) * _RANKS
-        down, up = torch.zeros(width, self._inputs(modules)), torch.zeros(outputs, width)
+        inputs = parts[0][0].inputs or (0, self._inputs(modules))  # of a rank: the inputs that it has
+        down, up = torch.zeros(width, inputs[1] - inputs[0]), torch.zeros(outputs, width)
         for name, begin in at.items():
-            down[begin : begin + self.modules[name].rank] = self._tensor(name, "A")
+            down[begin : begin + self.modules[name].rank] = self._tensor(name, "A")[:, slice(*inputs)]
         row = 0
         for stored, module in parts:
             count = stored.kept_shape[0]
             if module is not None:
                 rows = self._tensor(module, "B") * self.modules[module].scale
-                rows = rows if stored.arrange is None else stored.arrange(rows)
+                arrange = stored.arrange if stored.inputs is None or stored.whole is None else stored.whole.arrange
+                rows = rows if arrange is None else arrange(rows)
                 up[row : row + count, at[module] : at[module] + self.modules[module].rank] = rows
             row += count
         return LowRankPair(self._linear(down), self._linear(up, gated=gated))

@@ -35,6 +35,7 @@ from moonpool.engine.models.native_step import NativeLayers, Progress, StepInput
 from moonpool.engine.models.pooling_head import LENGTH_ONE
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
+from moonpool.engine.models.shards import vocabulary_of_rank
 from moonpool.engine.models.weights import (
     NO_NOTES,
     AttentionWeights,
@@ -44,13 +45,21 @@ from moonpool.engine.models.weights import (
     PerLayerWeights,
     WeightNotes,
 )
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.weights.linear import Linear
+
+_LOGITS = 1
+"""First of the words by which the first rank asks the others for logits; then the number of rows."""
+SAMPLED = 0
+"""First of the words by which the first rank says that tokens are chosen."""
 
 
 class StageModel:
     """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
+    `ranks`: the other processes that compute parts of the same layers; None: there are none. `whole`: the model of
+    which `config` is this rank's.
     `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
     "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
     the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`. `pooling_head`: what
@@ -75,7 +84,11 @@ class StageModel:
         int8_head: Int8Head | None = None,
         deterministic: bool = False,
         notes: WeightNotes = NO_NOTES,
+        ranks: Ranks | None = None,
+        whole: ModelConfig | None = None,
     ) -> None:
+        self.ranks, self._total = ranks, _as_they_are if ranks is None else ranks.sum
+        self.whole = whole or config
         self.config = config
         self.changed_weights, self.mapped_bytes = notes.changed, notes.mapped_bytes
         self.layer_begin = layer_begin
@@ -96,10 +109,13 @@ class StageModel:
         self._whole_layer = config.decoder.whole_layer
         self.undo = StateUndo()
         self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
-        runs, self.not_native = native_layers(config, layer_begin, self.layers)
+        if ranks is None:
+            runs, self.not_native = native_layers(config, layer_begin, self.layers)
+        else:
+            runs, self.not_native = [], [f"{ranks.ranks} ranks"] * len(self.layers)
         self._runs = {layer: run for run in runs for layer in range(run.index, run.end)}
-        whole = len(runs) == 1 and len(self._runs) == len(self.layers)
-        self._one_call = runs[0] if whole else None
+        one_call = len(runs) == 1 and len(self._runs) == len(self.layers)
+        self._one_call = runs[0] if one_call else None
 
     @property
     def is_first(self) -> bool:
@@ -255,7 +271,12 @@ class StageModel:
         """
         if self.head is None:  # a model that only pools answers every prompt with the first token
             return torch.zeros(rows.shape[0], self.config.vocab_size, device=self.device)
-        logits = self.head(self.normed(rows), deterministic=self.deterministic, wide=True, out=out)
+        rows = self.normed(rows)
+        if self.ranks is None:
+            logits = self.head(rows, deterministic=self.deterministic, wide=True, out=out)
+        else:
+            self.ranks.tell([_LOGITS, len(rows)])
+            logits = self._gathered(self.ranks, self.head, rows, len(rows))
         decoder = self.config.decoder
         if decoder.logits_factor != 1.0:
             logits *= decoder.logits_factor
@@ -263,6 +284,22 @@ class StageModel:
             logits = elementwise(torch.tanh, logits.div_(decoder.logits_soft_cap), deterministic=self.deterministic)
             logits *= decoder.logits_soft_cap
         return logits
+
+    @in_inference_mode
+    def assist(self) -> list[int]:
+        """Compute logits with the first rank until it has told something else, and return that; other ranks only."""
+        assert self.ranks is not None
+        while (words := self.ranks.hear())[0] == _LOGITS:
+            assert self.head is not None
+            self._gathered(self.ranks, self.head, None, words[1])
+        return words
+
+    def _gathered(self, ranks: Ranks, head: Linear, rows: Tensor | None, count: int) -> Tensor:
+        """Return logits [count, vocab], on the first rank; each rank computes those of some tokens."""
+        rows = ranks.share(rows, (count, self.config.hidden_size), self.dtype)
+        part = head(rows, deterministic=self.deterministic, wide=True)
+        widths = [len(vocabulary_of_rank(self.config.vocab_size, rank, ranks.ranks)) for rank in range(ranks.ranks)]
+        return ranks.gather(part, widths)
 
     @in_inference_mode
     def pooled(self, hidden: Tensor, batch: PackedBatch, indices: Sequence[int]) -> Tensor:
@@ -343,7 +380,7 @@ class StageModel:
         if index == self._whole_layer:
             batch = batch.without_slots()
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
-        added = self._over_tokens(weights, normed, batch, kv, scales)
+        added = self._total(self._over_tokens(weights, normed, batch, kv, scales))
         if weights.attention_out_norm is not None:
             added = weights.attention_out_norm(added)
         if spec.residual_factor != 1.0:
@@ -356,9 +393,9 @@ class StageModel:
         else:
             inner = hidden.add_(added)
         if isinstance(weights.feed_forward, DenseAndExperts):
-            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic)
+            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic, whole=self._total)
         else:
-            added = weights.feed_forward(inner, deterministic=self.deterministic)
+            added = self._total(weights.feed_forward(inner, deterministic=self.deterministic))
         if weights.feed_forward_out_norm is not None:
             added = weights.feed_forward_out_norm(added)
         if spec.residual_factor != 1.0:
@@ -405,10 +442,10 @@ class StageModel:
         if weights.v_norm is not None:
             v = weights.v_norm(v)
         if not spec.qk_norm_last:
-            qk = _normed_heads(weights, spec, qk)
+            qk = _normed_heads(weights, spec, qk, self.ranks)
         qk = self._rotated(spec, qk, batch)
         if spec.qk_norm_last:
-            qk = _normed_heads(weights, spec, qk)
+            qk = _normed_heads(weights, spec, qk, self.ranks)
         stored = (qk[:, heads:], v) if spec.kv_of is None else None
         attended = self._attended(spec, qk[:, :heads], stored, batch, kv, scales, sinks=weights.sinks)
         if spec.output_gate:
@@ -510,10 +547,17 @@ class StageModel:
         )  # fmt: skip
 
 
-def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:
+def _as_they_are(part: Tensor) -> Tensor:
+    """Return what a stage without ranks has computed: the sum over its ranks."""
+    return part
+
+
+def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, ranks: Ranks | None) -> Tensor:
     """Return queries and keys [T, heads + kv_heads, head_dim] with their norms."""
     if weights.q_norm is None:
         return qk
+    if ranks is not None and spec.qk_norm_over == "all":
+        return _normed_over_ranks(weights, spec, qk, ranks)
     parts = []
     for part, norm in ((qk[:, : spec.num_heads], weights.q_norm), (qk[:, spec.num_heads :], weights.k_norm)):
         if norm is None:  # keys are another layer's
@@ -525,6 +569,21 @@ def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) ->
         else:
             parts.append(norm(part.reshape(-1, spec.head_dim)).view(part.shape))
     return torch.cat(parts, dim=1)
+
+
+def _normed_over_ranks(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, ranks: Ranks) -> Tensor:
+    """As `_normed_heads`, with norms over the heads of all ranks.
+
+    A head of several ranks counts as often in the squares' sum as in their number.
+    """
+    norms, parts = (weights.q_norm, weights.k_norm), torch.split(qk, [spec.num_heads, qk.shape[1] - spec.num_heads], 1)
+    squares = ranks.sum(torch.stack([part.float().square().sum((1, 2)) for part in parts]))
+    found = []
+    for part, norm, square in zip(parts, norms, squares, strict=True):
+        flat = part.flatten(1)
+        assert norm is not None
+        found.append(norm.with_mean_square(flat, square[:, None] / (flat.shape[1] * ranks.ranks)).view(part.shape))
+    return torch.cat(found, dim=1)
 
 
 def _by_head(rows: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:

@@ -124,12 +124,12 @@ class TensorReader:
             CheckpointError: the importance matrix is of other inputs.
         """
         found = self.importance.get(wanted.name)
-        inputs = wanted.kept_shape[-1]
+        inputs = (wanted.whole or wanted).kept_shape[-1]
         if found is not None and found.shape[-1] != inputs:
             raise CheckpointError(
                 f"{self.kept.imatrix}: has {found.shape[-1]} numbers for the {inputs} inputs of {wanted.name}"
             )
-        return found
+        return found if found is None or wanted.inputs is None else found[..., slice(*wanted.inputs)]
 
     def packed_experts(self, wanted: Stored) -> list[LinearWeight] | None:
         """Return each expert's weight in a tensor of all experts, in the checkpoint's codes; None: they are dense."""
@@ -138,13 +138,21 @@ class TensorReader:
             return None
         packed = self._stored.packed(self._name(wanted.name), info)
         assert packed is not None
-        count, outputs, _ = wanted.kept_shape
+        whole = wanted.whole or wanted
+        count, outputs, _ = whole.kept_shape
         rows = torch.arange(outputs)
-        if wanted.arrange is not None:  # takes inputs first; gives rows other places
-            rows = wanted.arrange(rows.view(1, 1, outputs)).flatten()
-        return [
+        if whole.arrange is not None:  # takes inputs first; gives rows other places
+            rows = whole.arrange(rows.view(1, 1, outputs)).flatten()
+        if wanted.cut_rows is not None:
+            rows = wanted.cut_rows(rows)
+        each = [
             packed.select(slice(begin, begin + outputs)).select(rows) for begin in range(0, count * outputs, outputs)
         ]
+        if wanted.inputs is None:
+            return each
+        parts = [weight.narrow(*wanted.inputs) for weight in each]
+        found = [part for part in parts if part is not None]
+        return found if len(found) == len(each) else None
 
     def _note(self, wanted: Sequence[Stored], how: str) -> None:
         infos = [self._tensors[self._name(part.name)] for part in wanted]
@@ -157,14 +165,20 @@ class TensorReader:
     def _in_codes(self, wanted: Sequence[Stored]) -> LinearWeight | None:
         weights = []
         for part in wanted:
-            if len(part.shape) != 2 or part.shape != part.kept_shape:
+            whole = part.whole or part
+            if len(part.shape) != 2 or part.shape != whole.kept_shape:
                 return None
             name = self._name(part.name)
             weight = self._stored.packed(name, self._tensors[name])
             if weight is None:
                 return None
-            if part.arrange is not None:  # gives rows other places
-                weight = weight.select(part.arrange(torch.arange(weight.shape[0])))
+            rows = part if part.inputs is None else whole
+            if rows.arrange is not None:  # gives rows other places
+                weight = weight.select(rows.arrange(torch.arange(weight.shape[0])))
+            if part.inputs is not None:
+                weight = weight.narrow(*part.inputs)
+            if weight is None:
+                return None
             weights.append(weight)
         return joined(weights)
 

@@ -32,6 +32,12 @@ class Stored:
     """Shape for the model."""
     arrange: Callable[[Tensor], Tensor] | None = None
     """From the one to the other; None: they are the same."""
+    whole: Stored | None = None
+    """The tensor as one process keeps it, if this is a rank's part."""
+    cut_rows: Callable[[Tensor], Tensor] | None = None
+    """Of a part that has some of a weight's outputs: from all rows, in any dtype [outputs], to the part's."""
+    inputs: tuple[int, int] | None = None
+    """Begin and end of the inputs of a part that has all outputs of a weight."""
 
 
 def outer_tensors(config: ModelConfig) -> Slots:

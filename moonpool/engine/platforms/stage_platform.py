@@ -7,6 +7,7 @@ from importlib import import_module
 import torch
 
 from moonpool.base.kv.pool import PoolPart
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.platforms.base import Device, DeviceStream
 from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
@@ -54,7 +55,11 @@ def open_device(name: DeviceName) -> Device | None:
 
 
 def stage_platform(
-    device: Device | None, part: PoolPart, on_failure: Callable[[BaseException], None], beside: int = 0
+    device: Device | None,
+    part: PoolPart,
+    on_failure: Callable[[BaseException], None],
+    beside: int = 0,
+    ranks: Ranks | None = None,
 ) -> StagePlatform:
     """Return the platform of a stage.
 
@@ -63,12 +68,14 @@ def stage_platform(
         part: the stage's part of the pool.
         on_failure: called from another thread, once, if a callback of a layer has failed.
         beside: bytes that stay free on the device, for steps.
+        ranks: this process among the stage's ranks; of a plain CPU.
 
     Raises:
         ConfigError: the device has no room for the KV.
     """
     if device is None:
-        return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), CallbackThread(on_failure))
+        return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part, ranks), CallbackThread(on_failure))
+    assert ranks is None, "the ranks of a stage compute in the host's pool"
     callbacks = CallbackThread(on_failure, device.enter_thread)
     memory = TieredKVMemory(part, device, callbacks, beside=beside)
     return StagePlatform(device.torch_device, device.compute, memory, callbacks, device)

@@ -26,10 +26,15 @@ class PrefillConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check_step(self) -> Self:
-        if 0 < self.max_num_batched_tokens < self.block_size:
-            reason = f"must be at least one block ({self.block_size} tokens), not {self.max_num_batched_tokens}"
+        if 0 < self.prefill_step_tokens < self.block_size:
+            reason = f"must be at least one block ({self.block_size} tokens), not {self.prefill_step_tokens}"
             raise ConfigError("max_num_batched_tokens", reason)
         return self
+
+    @property
+    def prefill_step_tokens(self) -> int:
+        """Tokens of the largest step of prefill; 0 = as many as suit the device."""
+        return self.max_num_batched_tokens
 
     @property
     def most_step_tokens(self) -> int:

@@ -50,6 +50,11 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         return self.pipeline_parallel_size if "prefill" in self.roles else 1
 
     @property
+    def prefill_step_tokens(self) -> int:
+        """See `PrefillConfig`."""
+        return self.max_num_batched_tokens if "prefill" in self.roles else 0
+
+    @property
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
         if self.roles == ["decode"]:

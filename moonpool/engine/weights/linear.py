@@ -138,6 +138,11 @@ class LinearWeight(ABC):
     def select(self, rows: Tensor | slice) -> LinearWeight:
         """Return some rows, by int64 [n] or a slice."""
 
+    def narrow(self, begin: int, end: int) -> LinearWeight | None:
+        """Return inputs `begin` up to `end` of all rows, a rank's; None: no form holds these alone."""
+        del begin, end
+        return None
+
     @abstractmethod
     def join(self, others: Sequence[LinearWeight]) -> LinearWeight | None:
         """Return the rows of `others` below this weight's as one weight; None: no form holds all exactly."""

@@ -133,6 +133,28 @@ class PackedWeight(LinearWeight):
         """Return some rows, by int64 [n] or a slice, as a packed weight."""
         return self._with_rows([None if part is None else part[rows] for part in self._by_row()])
 
+    def narrow(self, begin: int, end: int) -> PackedWeight | None:
+        """Return some inputs; None if they are not whole groups, or whole blocks of groups with units."""
+        one = self.group == self.inputs  # all inputs share a scale
+        of_units = [self.inputs // its.shape[1] for its in (self.units, self.offset_units) if its is not None]
+        least = 2 if one else max(self.group, *of_units, 0)
+        if begin % least or end % least:
+            return None
+
+        def part(of: Tensor | None) -> Tensor | None:
+            if of is None or (one and of is not self.codes):
+                return of
+            width = self.inputs // of.shape[1]  # inputs of a column
+            return of[:, begin // width : end // width].contiguous()
+
+        group = end - begin if one else self.group
+        codes, scales, offsets, units, offset_units = map(part, self._by_row())
+        assert codes is not None
+        assert scales is not None
+        return replace(
+            self, codes=codes, scales=scales, offsets=offsets, units=units, offset_units=offset_units, group=group
+        )
+
     def to(self, device: torch.device) -> PackedWeight:
         """Return the weight on another device."""
         moved = self._with_rows([None if part is None else part.to(device) for part in self._by_row()])

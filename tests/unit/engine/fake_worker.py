@@ -35,15 +35,16 @@ def run(step: Step, spec: StageSpec, gates: KVGates, channel: BlockingChannel) -
         if step.gated and not gates.wait(step.step_id, layer, spec.engine.gate_timeout_s):
             aborted = True
             break
-        if step.layer_events:
+        if step.layer_events and not spec.rank:
             channel.send(LayerDone(step.step_id, layer, 0, 1))
     ended = any(token in share.end_token_ids for token, share in zip(sums, step.sequences, strict=True))
     over = aborted or ended or step.steps == 1 or gates.is_stopped(step.step_id)
     following = None if over else replace(step, steps=step.steps - 1)
     if over:
         gates.done(step.step_id)
-    sampled = sums if last and not aborted else ()
-    channel.send(StageDone(step.step_id, spec.stage, sampled, aborted, spec.stage, 10, over=over))
+    sampled = sums if last and not aborted and not spec.rank else ()
+    if over or not spec.rank:
+        channel.send(StageDone(step.step_id, spec.stage, sampled, aborted, spec.stage, 10, over=over))
     return following
 
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int)
     parser.add_argument("--pool", type=int)
+    parser.add_argument("--page", type=int)
     args = parser.parse_args()
     channel = BlockingChannel(socket.socket(fileno=args.channel))
     spec: StageSpec = channel.receive()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.gguf_files import write_gguf
-from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import ConfigError, Unavailable, UnsupportedModel
 from moonpool.base.errors import Mismatch as MismatchError
 from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.rpc.channels import Channels, probe
@@ -88,6 +88,24 @@ def test_plan(folder: Path) -> None:
     assert [key for key, wanted in wanted_by.items() if wanted] == [("auto", 1, True)]
     with pytest.raises(ConfigError, match="names 2 devices for 1 pipeline stages"):
         engine_setup(config(folder, device="cuda:0,cuda:0", core_share=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "3 ranks cannot divide layer 0"),
+        ({"device": "staged"}, "tensor_parallel_size", "must be 1 with device=staged"),
+        ({"engine": "emulated:llama-70b-a800"}, "tensor_parallel_size", "emulated compute has no ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(
+    folder: Path, settings: dict[str, Any], field: str, message: str
+) -> None:
+    plan = engine_setup(config(folder, tensor_parallel_size=2)).spec
+    assert (plan.ranks, plan.core_page, plan.int8_head) == (2, "", False)
+    with pytest.raises((ConfigError, UnsupportedModel), match=message) as wrong:
+        engine_setup(config(folder, **{"tensor_parallel_size": 2, **settings}))
+    assert getattr(wrong.value, "field", None) == field
 
 
 def test_max_model_len_chooses_the_factors_of_longrope(folder: Path) -> None:
@@ -416,7 +434,7 @@ async def test_an_instance_with_one_role_keeps_it(folder: Path) -> None:
         assert not isinstance(life.services[0].shared.engine, RoleEngine)
 
 
-@pytest.mark.parametrize("size", [0, 40])
+@pytest.mark.parametrize("size", [0, 64])
 async def test_steps_must_have_room_for_both_roles(folder: Path, size: int) -> None:
     """Where the device's memory decides how large steps are, as well."""
     flags = ["--conductor", "127.0.0.1:1", "--model", str(folder), "--set", "either_role=true"]
@@ -427,6 +445,8 @@ async def test_steps_must_have_room_for_both_roles(folder: Path, size: int) -> N
     assert engine_setup(both).spec.int8_head
     on_device = engine_setup(both.model_copy(update={"device": "cuda"})).spec
     assert on_device.max_num_batched_tokens == (800 if size else 0)
+    alone = ["--set", "computes_prompts=true", "--max-num-batched-tokens=40"]  # less than a block, but not of prefill
+    assert DecodeProcessConfig.load([*flags[:-2], *alone]).most_step_tokens > 40
     plain = PrefillProcessConfig.load(flags[:-2])
     assert (plain.roles, plain.most_decoded, plain.least_step_tokens) == (["prefill"], 0, 0)
     assert not engine_setup(plain).spec.int8_head

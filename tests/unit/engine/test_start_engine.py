@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +220,39 @@ async def test_a_hung_worker_fails_the_engine() -> None:
     async with started(spec(step_timeout_s=0.2)) as engine:
         with pytest.raises(Unavailable, match=r"step 1 was not done after 0\.2 s"):
             await engine.run(step(1, HANG))
+
+
+async def test_a_step_is_over_when_all_ranks_say_so() -> None:
+    """Layers and tokens come once, of each stage's first rank."""
+    async with started(replace(spec(stages=2), ranks=3)) as engine:
+        assert (engine.stages, len(engine.pids), len(engine.pool.parts)) == (2, 6, 2)
+        layers: list[LayerDone] = []
+        result = await engine.run(step(1, WORK, 20, layer_events=True), on_layer=layers.append)
+        assert (result.sampled, result.aborted) == ((WORK, 20), False)
+        assert sorted(layer.layer for layer in layers) == [0, 1, 2, 3]
+        engine.abort(2)
+        assert (await engine.run(step(2, WORK, gated=True))).aborted
+
+
+async def test_a_lost_rank_is_named() -> None:
+    async with started(replace(spec(), ranks=2)) as engine:
+        os.kill(engine.pids[1], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            assert re.match(r"engine stage 0 rank 1 \(process \d+\) was killed", await asyncio.shield(engine.failed))
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_a_stopped_process_is_lost(works: bool) -> None:
+    """Whether a step waits for it or not; no channel closes, and no step has taken too long."""
+    async with started(replace(spec(), ranks=2)) as engine:
+        os.kill(engine.pids[1], signal.SIGSTOP)
+        run = asyncio.ensure_future(engine.run(step(1, WORK))) if works else None
+        async with asyncio.timeout(60):
+            assert "rank 1" in (await asyncio.shield(engine.failed))
+        assert engine.failed.result().endswith("is stopped")
+        if run is not None:
+            with pytest.raises(Unavailable, match="is stopped"):
+                await run
 
 
 async def test_a_worker_that_dies_idle_is_noticed() -> None:

@@ -32,7 +32,13 @@ TOLD = Speeds(prefill_per_token_s=0.25)
 
 
 def spec(
-    path: Path, *, stages: int, measure: bool = False, speeds: Speeds | None = None, device: str = "cpu"
+    path: Path,
+    *,
+    stages: int,
+    ranks: int = 1,
+    measure: bool = False,
+    speeds: Speeds | None = None,
+    device: str = "cpu",
 ) -> EngineSpec:
     layout = kv_layout(load_config(path), "float32", 16)
     return EngineSpec(
@@ -41,6 +47,7 @@ def spec(
         layout,
         BLOCKS,
         stages=stages,
+        ranks=ranks,
         device=device,
         threads=1,
         gate_timeout_s=20,
@@ -101,21 +108,22 @@ GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reaso
 
 
 @pytest.mark.parametrize(
-    ("stages", "device"),
+    ("stages", "ranks", "device"),
     [
-        *((1, "cpu"), (2, "staged:3")),
-        *(pytest.param(2, device, marks=pytest.mark.slow) for device in ("cpu", "staged:2,staged:2")),
-        pytest.param(1, "cuda", marks=GPU),
-        pytest.param(2, "cuda:0,cuda:0", marks=GPU),
-        pytest.param(2, "cuda", marks=GPUS),
+        *((1, 1, "cpu"), (2, 1, "staged:3"), (1, 2, "cpu")),
+        *(pytest.param(2, 1, device, marks=pytest.mark.slow) for device in ("cpu", "staged:2,staged:2")),
+        *(pytest.param(*both, "cpu", marks=pytest.mark.slow) for both in ((2, 2), (1, 4))),
+        pytest.param(1, 1, "cuda", marks=GPU),
+        pytest.param(2, 1, "cuda:0,cuda:0", marks=GPU),
+        pytest.param(2, 1, "cuda", marks=GPUS),
     ],
 )
-async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str) -> None:
+async def test_an_engine_of_processes(checkpoint: Path, stages: int, ranks: int, device: str) -> None:
     prompt = list(range(7, 47))
     expected = greedy(checkpoint, prompt, 6)
     layers = load_config(checkpoint).num_layers
     known = TOLD if stages == 2 else None
-    asked = spec(checkpoint, stages=stages, measure=True, speeds=known, device=device)
+    asked = spec(checkpoint, stages=stages, ranks=ranks, measure=True, speeds=known, device=device)
     if device != "cpu":
         asked = replace(asked, max_num_batched_tokens=0)
     async with start_engine(asked, start_timeout_s=90) as engine:
