@@ -88,6 +88,10 @@ class RequestEnvelope:
         inner = request.within(scope)
         try:
             await self._serve(request, inner, receive, send)
+        except Exception as error:  # a defect, which is answered outside
+            request.status = HTTPStatus.INTERNAL_SERVER_ERROR
+            request.notes.update(error_response(error).notes())
+            raise
         finally:
             if (route := inner.get("route")) is not None:
                 request.handler = route.path

@@ -38,8 +38,9 @@ class ServedRequest:
     notes: dict[str, object] = field(default_factory=dict)
 
     def within(self, scope: Scope) -> dict[str, Any]:
-        """The scope with which the request is served."""
-        return {**scope, _KEY: self}
+        """The scope with which the request is served. Both scopes know the request: defects are told in the outer."""
+        scope[_KEY] = self
+        return dict(scope)
 
 
 Ended = Callable[[ServedRequest], None]

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -364,7 +364,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-MALFORMED = [
+MALFORMED: list[Callable[[str, random.Random], str]] = [
     lambda text, draw: text.replace(">", "", 1),
     lambda text, draw: text.replace("<", "", 1),
     lambda text, draw: text[draw.randrange(len(text)) :],

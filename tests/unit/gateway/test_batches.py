@@ -304,7 +304,7 @@ async def test_batches_of_models_without_answers(tmp_path: Path, monkeypatch: py
 
     fake = ready(FakeConductor(script))
     pairs = [("a" * 300, "x"), ("b" * 300, "x"), ("a" * 300, "y")]
-    bodies = {
+    bodies: dict[str, list[dict[str, Any]]] = {
         "/v1/rerank": [{"query": first, "documents": [second]} for first, second in pairs],
         "/v1/score": [{"text_1": first, "text_2": second} for first, second in pairs],
     }

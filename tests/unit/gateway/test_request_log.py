@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import httpx2
 import pytest
 
 from moonpool.base.errors import Overloaded
@@ -61,3 +62,20 @@ async def test_every_error_has_a_line_where_there_are_many(gateway: Answers, cap
     for number in range(100):
         await gateway.http.post(CHAT, json={}, headers={"x-request-id": f"r{number}"})
     assert [line["request"] for line in lines(caplog)] == [f"r{number}" for number in range(100)]
+
+
+async def test_a_defect_has_an_answer_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def script(request: object) -> list[Any]:
+        raise ValueError("a defect")
+
+    async with answering(FakeConductor(script)) as gateway:
+        transport = httpx2.ASGITransport(gateway.app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            answered = await http.post(CHAT, json={"messages": TURNS}, headers={"x-request-id": "met"})
+    assert answered.status_code == 500
+    assert answered.json()["error"]["type"] == "server_error"
+    assert "a defect" not in answered.text
+    [line] = lines(caplog)
+    assert (line["request"], line["status"], line["path"]) == ("met", 500, CHAT)
