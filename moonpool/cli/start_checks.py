@@ -13,7 +13,7 @@ from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.tls import Tls
 from moonpool.cli.engine_plan import inspected_model
 from moonpool.cli.stack import StackPlan, setting_of
-from moonpool.engine.emulated.profile import SCHEME
+from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.gateway.certificates import ReloadedCertificate
 
 _JOINS = ("--conductor", f"{LOOPBACK}:1")
@@ -28,7 +28,8 @@ def check_start(plan: StackPlan) -> None:
     """
     gateway = _settings(plan, "gateway", *_JOINS)
     conductor = _settings(plan, "conductor")
-    for config in (gateway, conductor, _settings(plan, "prefill", *_JOINS)):
+    engine = _settings(plan, min(plan.engine_counts, key=("prefill", "decode").index), *_JOINS)
+    for config in (gateway, conductor, engine):
         Tls.of(config)
     if gateway.ssl_certfile is not None:
         ReloadedCertificate(gateway.ssl_certfile, gateway.ssl_keyfile)
@@ -39,7 +40,6 @@ def check_start(plan: StackPlan) -> None:
         with _naming("lora_modules", name):
             read_adapter(Path(folder))
     _check_model(plan, conductor.chat_template)
-    _check_step(plan)
 
 
 def _settings(plan: StackPlan, kind: str, *needed: str) -> Any:
@@ -54,20 +54,9 @@ def _check_model(plan: StackPlan, chat_template: Path | None) -> None:
     if chat_template is not None:
         with _naming("chat_template"):
             Tokenizer.load(path, chat_template)
-    if not plan.engine.startswith(SCHEME):
+    if emulated_profile(plan.engine, plan.time_scale) is None:
         how: Any = {name: setting_of(plan, "decode", name, "auto") for name in ("quantization", "model_impl")}
         inspected_model(plan.model, plan.dtype, plan.block_size, **how)
-
-
-def _check_step(plan: StackPlan) -> None:
-    if "prefill" not in plan.engine_counts:
-        return
-    config = _settings(plan, "prefill", "--block-size", str(plan.block_size), *_JOINS)
-    most: int = config.max_num_batched_tokens
-    if 0 < most < config.block_size:
-        raise ConfigError(
-            "max_num_batched_tokens", f"must be at least one block ({config.block_size} tokens), not {most}"
-        )
 
 
 @contextmanager

@@ -2616,9 +2616,7 @@ Global___RecentState: _TypeAlias = RecentState  # noqa: Y015
 
 @_typing.final
 class PoolDemand(_message.Message):
-    """The state of the cluster.
-    What the instances of one role have to do, as the conductor sees it.
-    """
+    """What the instances of one role have to do, as the conductor sees it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2660,6 +2658,8 @@ Global___PoolDemand: _TypeAlias = PoolDemand  # noqa: Y015
 
 @_typing.final
 class ClusterStateResponse(_message.Message):
+    """The state of the cluster."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONDUCTOR_FIELD_NUMBER: _builtins.int

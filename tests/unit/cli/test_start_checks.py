@@ -64,7 +64,11 @@ def test_weights_cut_short(model: Path) -> None:
             "tls_ca",
             "absent",
         ),
-        ({"settings": ["engine.max_num_batched_tokens=16"]}, "max_num_batched_tokens", r"one block \(\d+ tokens\)"),
+        (
+            {"settings": ["engine.max_num_batched_tokens=16"]},
+            "prefill.max_num_batched_tokens",
+            r"one block \(\d+ tokens\)",
+        ),
     ],
 )
 def test_what_a_setting_names(settings: dict[str, Any], field: str, says: str, tmp_path: Path) -> None:

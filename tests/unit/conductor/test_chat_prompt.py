@@ -46,7 +46,7 @@ def test_template_sees_all(tokenizer: Tokenizer) -> None:
     assert tools == [TOOL]
     assert turns[0] == {"role": "user", "content": "x"}
     assert turns[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"é": 1}}
-    assert turns[2] == TURNS[2]
+    assert turns[2] == {**TURNS[2], "name": "f"}
     assert answer is True
     assert json.loads(render_chat(request().chat, tokenizer).text)[0] is None
     assert chat_chars(sent) == len(sent.tools) + len('useruserxassistantf{"é": 1}toolr') - len("user")
