@@ -281,7 +281,7 @@ async def prefilling(
     `token_s`: what the engine says that a prompt's token takes. With less, computing overtakes a load that is late, as
     any load may be on a busy machine.
     """
-    settings = {"max_num_batched_tokens": 2 * BLOCK, "kv_transports": "grpc", **settings}
+    settings = {"block_size": BLOCK, "max_num_batched_tokens": 2 * BLOCK, "kv_transports": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
     instance = kv_pb2.Instance(id="prefill-0", epoch=epoch, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     async with Channels() as channels, _beside(executor) as beside:
