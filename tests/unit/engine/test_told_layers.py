@@ -15,7 +15,7 @@ from moonpool.base.scheduling.steps import LayerDone
 from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import StageDone, StageEvent
+from moonpool.engine.messages import StageDone, StageEvent, StageTokens
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.engine.platforms.kv_memory import OnDone
 from tests.layouts import one_tensor
@@ -85,7 +85,8 @@ class Told:
         return all(found)
 
     def _emit(self, event: StageEvent) -> None:
-        self.threads.append(threading.current_thread())
+        if not isinstance(event, StageTokens):
+            self.threads.append(threading.current_thread())
         if isinstance(event, LayerDone):
             assert self.is_sealed(event.layer), "its slices may leave"
             self.names.append(event.layer)
