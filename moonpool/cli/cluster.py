@@ -14,6 +14,7 @@ from rich.text import Text
 
 from moonpool.base.errors import MoonpoolError, NotFound
 from moonpool.cli.tables import RecordTable, stdout_console
+from moonpool.cli.whole_words import whole_words
 from moonpool.client import Client
 from moonpool.client.cluster_state import ClusterState, EndedRequest, InstanceInfo, Quantiles, QueueInfo, RecentInfo
 from moonpool.client.explain import PHASE_NAMES, Attempt, Candidate, RequestPhase, request_phases
@@ -33,7 +34,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(state)))
         return
-    typer.echo(headline(state))
+    typer.echo(whole_words(headline(state), sys.stdout))
     typer.echo(queue_line(state.queue))
     table = RecordTable("instance", "role", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
     for instance in state.instances:

@@ -26,6 +26,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.addresses import addresses
 from moonpool.cli.options import Engines
 from moonpool.cli.running_stacks import running_stacks
+from moonpool.cli.whole_words import whole_words
 from moonpool.client import Client, GenerateArguments, GenerateResult, Message
 from moonpool.client.transport import NotConnected
 
@@ -170,7 +171,7 @@ def run_chat(conversation: Conversation, lines: Iterable[str], out: TextIO, err:
             error = InvalidRequest("chat", f"there is no command {text}. {CHAT_HELP}")
             if not forgiving:
                 raise error
-            print(f"moonpool: {error}", file=err)
+            print(whole_words(f"moonpool: {error}", err), file=err)
         elif text:
             _answer_line(conversation, text, out, err, forgiving=forgiving)
 
@@ -184,7 +185,7 @@ def _answer_line(conversation: Conversation, text: str, out: TextIO, err: TextIO
         next_step = error_advice(error)
         if isinstance(error, InvalidRequest) and conversation.turns:
             next_step = "/new begins a new conversation."
-        print("\n".join(filter(None, (f"moonpool: {error}", next_step))), file=err)
+        print(whole_words("\n".join(filter(None, (f"moonpool: {error}", next_step))), err), file=err)
 
 
 @contextlib.contextmanager

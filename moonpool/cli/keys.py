@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ import typer
 from moonpool.base.errors import ConfigError, InvalidRequest, NotFound
 from moonpool.base.rpc.api_keys import MAX_TENANT_CHARS, KeyFile, hash_key, parse_keys
 from moonpool.cli.tables import RecordTable, stdout_console
+from moonpool.cli.whole_words import whole_words
 
 PREFIX = "mp-"
 """Beginning of each key, by which a person and a scanner for secrets know the key."""
@@ -66,7 +68,8 @@ def create(
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     _write(path, [*lines, line])
     typer.echo(key)
-    typer.echo(f"The key of {tenant.strip()!r}; nobody can show it again. `moonpool serve --api-keys {path}`", err=True)
+    told = f"The key of {tenant.strip()!r}; nobody can show it again. `moonpool serve --api-keys {path}`"
+    typer.echo(whole_words(told, sys.stderr), err=True)
 
 
 @app.command("list")
@@ -80,7 +83,7 @@ def list_(
         typer.echo(json.dumps([asdict(key) for key in found]))
         return
     if not found:
-        typer.echo(f"no keys in {path}: `moonpool keys create NAME` makes one", err=True)
+        typer.echo(whole_words(f"no keys in {path}: `moonpool keys create NAME` makes one", sys.stderr), err=True)
         return
     table = RecordTable("key", "tenant", "requests/min", "tokens/min", "made", right=("requests/min", "tokens/min"))
     for key in found:

@@ -17,6 +17,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.tuning import quiet_grpc
 from moonpool.cli import look_verbs, operate_verbs, predict_verbs, service_verbs, start_verbs
 from moonpool.cli.options import HELP, RootGroup
+from moonpool.cli.whole_words import whole_words
 
 app = typer.Typer(
     name="moonpool",
@@ -59,7 +60,8 @@ def main() -> None:
     except MoonpoolError as error:
         from moonpool.cli.generate import error_advice
 
-        typer.echo("\n".join(filter(None, (f"moonpool: {error}", error_advice(error)))), err=True)
+        said = "\n".join(filter(None, (f"moonpool: {error}", error_advice(error))))
+        typer.echo(whole_words(said, sys.stderr), err=True)
         _leave(2)
     except ModuleNotFoundError as error:
         if error.name not in ENGINE_PACKAGES:

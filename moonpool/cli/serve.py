@@ -262,7 +262,8 @@ def own_address() -> str:
 
 def curl_line(page: str, *, needs_key: bool) -> str:
     """A command that asks a gateway, to be pasted into a shell; `page` is the gateway's URL."""
-    body = json.dumps({"messages": [{"role": "user", "content": "Write a haiku."}], "max_tokens": 64})
+    asked = {"messages": [{"role": "user", "content": "Write a haiku."}], "max_tokens": 64}
+    body = json.dumps(asked, separators=(",", ":"))
     key = ['-H "Authorization: Bearer $KEY"'] if needs_key else []
     parts = [f"curl {page}v1/chat/completions", *key, "-H 'Content-Type: application/json'", f"-d '{body}'"]
     return " \\\n  ".join(parts)

@@ -76,8 +76,8 @@ def _unknown(model: str) -> CheckpointError:
     near = near_names(model)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return CheckpointError(
-        f"{model}: no folder or file here, and no model of that name{hint}; `moonpool list --all` lists the names, "
-        "a hub id is OWNER/NAME"
+        f"{model}: no folder or file here, and no model of that name{hint or ';'} `moonpool list --all` lists the "
+        "names, a hub id is OWNER/NAME"
     )
 
 
