@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from moonpool.base.config import ENV_PREFIX, config_class
+from moonpool.base.config import ENV_PREFIX
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.cli.models import pulled_model
@@ -54,26 +54,9 @@ def _flag_settings(options: ServeOptions) -> list[str]:
         "device": options.device,
         "max_model_len": options.max_model_len,
         "quantization": "" if options.quantization == "auto" else options.quantization,
-        "tensor_parallel_size": _tensor_parallel_size(options.tensor_parallel_size),
+        "tensor_parallel_size": options.tensor_parallel_size if options.tensor_parallel_size > 1 else None,
     }
     return [*given, *(f"engine.{name}={value}" for name, value in engine.items() if value)]
-
-
-def _tensor_parallel_size(size: int) -> int | None:
-    """The setting's value; None = the setting's default.
-
-    Raises:
-        ConfigError: engines cannot divide layers.
-    """
-    if size == 1:
-        return None
-    if "tensor_parallel_size" not in config_class("decode").model_fields:
-        raise ConfigError(
-            "tensor_parallel_size",
-            "must be 1: layers are not divided over devices; --set prefill.pipeline_parallel_size=N gives each device "
-            "some of the layers",
-        )
-    return size
 
 
 def _key_hashes(options: ServeOptions) -> tuple[str, ...]:

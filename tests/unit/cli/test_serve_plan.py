@@ -41,12 +41,10 @@ def test_the_flags_that_everybody_knows() -> None:
     assert plan.extra["prefill"] == plan.extra["decode"]
 
 
-def test_layers_are_not_divided() -> None:
-    if "tensor_parallel_size" in config_class("decode").model_fields:
-        assert "tensor_parallel_size=2" in plan_of(tensor_parallel_size=2).extra["decode"]
-        return
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: must be 1: .*pipeline_parallel_size"):
-        plan_of(tensor_parallel_size=2)
+def test_devices_share_layers_at_both_kinds_of_engine() -> None:
+    assert not any("tensor_parallel_size" in flag for flag in plan_of().extra.get("decode", ()))
+    for kind in ("prefill", "decode"):
+        assert "tensor_parallel_size=2" in plan_of(tensor_parallel_size=2).extra[kind]
 
 
 def test_clients_know_the_model_by_the_name_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tools import install
 PIP_SAYS = """Collecting annotated-doc==0.0.7 (from -r requirements.lock (line 1))
   Using cached annotated_doc-0.0.7-py3-none-any.whl (5.3 kB)
 Requirement already satisfied: anyio>=4 in ./lib (4.16.0)
-Obtaining file:///work/packages/moonpool-base
+Obtaining file:///moonpool/packages/moonpool-base
   Downloading torch-2.13.0-cp311.whl.metadata (29 kB)
   Downloading https://somewhere/torch-2.13.0-cp311.whl (190.1 MB)
 Installing collected packages: annotated-doc, anyio, torch
