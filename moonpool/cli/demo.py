@@ -125,7 +125,7 @@ def run_demo(model: str, name: str, max_tokens: int, instead: str, engines: Engi
     console.print()
     console.print(demo_table(rows))
     console.print(picture(rows[0][1], rows[1][1]))
-    console.print(next_steps(name))
+    console.print(next_steps(name), soft_wrap=True, highlight=False)
     return 0 if all(status == 0 for status in statuses.values()) else 1
 
 
@@ -191,6 +191,6 @@ def next_steps(name: str) -> str:
     if not command.endswith("moonpool"):
         command = "python -m moonpool.cli.main"
     return (
-        f"\nNext:\n  {command} run {name}      chats here"
-        f"\n  {command} serve {name}    has the page http://127.0.0.1:8000/"
+        f"\nNext:\n  {command} run {name}\n      chats here"
+        f"\n  {command} serve {name}\n      has the page http://127.0.0.1:8000/"
     )

@@ -336,5 +336,5 @@ def test_demo(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     for text in ("a long prompt, cold", "the same again", "second turn", "8 of 8 at once", "times sooner", "Next:"):
         assert text in done.stdout
-    assert "serve bundled    has the page http://127.0.0.1:8000/" in done.stdout
+    assert "serve bundled\n      has the page http://127.0.0.1:8000/" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80

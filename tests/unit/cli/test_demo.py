@@ -31,4 +31,4 @@ def test_prompts_suit_the_model() -> None:
 
 
 def test_next_serves_the_same_model() -> None:
-    assert "serve qwen3:0.6b " in next_steps("qwen3:0.6b")
+    assert "serve qwen3:0.6b\n" in next_steps("qwen3:0.6b")
