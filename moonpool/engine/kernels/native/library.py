@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moonpool.base.native.build import BuildError, build
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind
 from moonpool.engine.kernels.native.structures import (
     Attention,
     GoOn,
@@ -110,9 +111,10 @@ class Library:
         items: Tensor,  # [n, 4] int32: query row, 1, row of the tables, context
         scale: float,
         out: Tensor,
+        kind: AttentionKind = PLAIN,
     ) -> None:
         """Attend with one query row per item; see `moonpool.engine.kernels.reference.decode_attention`."""
-        self._attention("mp_decode", q, kv, scales, block_tables, items, scale, out)
+        self._attention("mp_decode", q, kv, scales, block_tables, items, scale, out, kind)
 
     def prefill_attention(
         self,
@@ -123,9 +125,10 @@ class Library:
         items: Tensor,  # [n, 4] int32: first query row, rows, row of the tables, context
         scale: float,
         out: Tensor,
+        kind: AttentionKind = PLAIN,
     ) -> None:
         """Attend with the newest rows of each item; see `moonpool.engine.kernels.reference.prefill_attention`."""
-        self._attention("mp_prefill", q, kv, scales, block_tables, items, scale, out)
+        self._attention("mp_prefill", q, kv, scales, block_tables, items, scale, out, kind)
 
     def _attention(
         self,
@@ -137,7 +140,9 @@ class Library:
         items: Tensor,
         scale: float,
         out: Tensor,
+        kind: AttentionKind,
     ) -> None:
+        sinks = None if kind.sinks is None else kind.sinks.float().contiguous()
         call = Attention(
             q.data_ptr(), q.stride(0), TYPES[q.dtype],
             kv.data_ptr(), kv.stride(0) * kv.element_size(), kv.stride(2) * kv.element_size(), TYPES[kv.dtype],
@@ -146,6 +151,7 @@ class Library:
             items.data_ptr(), items.shape[0], q.shape[1], kv.shape[1], kv.shape[4], kv.shape[3],
             scale,
             out.data_ptr(), out.stride(0),
+            kind.window or 0, kind.chunked, None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         self._done(getattr(self._c, name)(call, torch.get_num_threads()))
 
