@@ -9,7 +9,6 @@ from moonpool.client import (
     GenerateResult,
     TokenEvent,
 )
-from moonpool.gateway.serving.asgi_reply import SSE_MEDIA_TYPE
 from moonpool.gateway.serving.errors import ErrorResponse
 
 
@@ -17,10 +16,10 @@ class ResponseFormatter(Protocol):
     """Writes one API's responses. `start` is called before the other methods.
 
     Attributes:
-        stream_type: media type of a stream; an error before the stream begins is JSON.
+        stream_type: media type of a stream, "" = server-sent events; an error before the stream begins is JSON.
     """
 
-    stream_type: ClassVar[str] = SSE_MEDIA_TYPE
+    stream_type: ClassVar[str] = ""
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         """Take the request's id. The first tokens have arrived. `emulated`: the cluster emulates compute."""
