@@ -15,11 +15,14 @@ class AsgiReply:
     """Sends one HTTP response over ASGI."""
 
     def __init__(self, send: Send, headers: Mapping[str, str], stream_type: str = "") -> None:
-        """`headers` may be extended until the response starts; `stream_type` is a stream's media type, "" = server-sent events."""
+        """`headers` may be extended until the response starts.
+
+        `stream_type` is the media type of a stream, "" = server-sent events.
+        """
         self._send = send
         self.headers = dict(headers)
         self.started = False
-        self._stream_type = stream_type
+        self._stream_type = stream_type or SSE_MEDIA_TYPE
 
     async def send_json(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send a whole JSON response."""
@@ -32,7 +35,7 @@ class AsgiReply:
         if not self.started:
             # Without the last header, a proxy that buffers responses holds back the first tokens.
             plain = {
-                "content-type": self._stream_type or SSE_MEDIA_TYPE,
+                "content-type": self._stream_type,
                 "cache-control": "no-cache",
                 "x-accel-buffering": "no",
             }
