@@ -177,10 +177,12 @@ def _native(
     assert native is not None
     if tables.stride(-1) != 1:
         tables = tables.contiguous()
+    sinks = None if kind.sinks is None else kind.sinks.float().contiguous()
+    seen = library.Seen(kind.window or 0, kind.chunked, sinks)
     if plan.decode.shape[0]:
-        native.decode_attention(q, kv, scales, tables, plan.decode, scale, out, kind)
+        native.decode_attention(q, kv, scales, tables, plan.decode, scale, out, seen)
     if plan.prefill.shape[0]:
-        native.prefill_attention(q, kv, scales, tables, plan.prefill, scale, out, kind)
+        native.prefill_attention(q, kv, scales, tables, plan.prefill, scale, out, seen)
 
 
 def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: AttentionPlan) -> None:

@@ -13,13 +13,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moonpool.base.native.build import BuildError, build
-from moonpool.engine.kernels.kind import PLAIN, AttentionKind
 from moonpool.engine.kernels.native.structures import (
     Attention,
     GoOn,
@@ -78,6 +77,23 @@ _WIDE: dict[str, tuple[Any, ...]] = {
 """Those that return a wide integer."""
 
 
+class Seen(NamedTuple):
+    """What rows attend to beside all earlier tokens, as in pool.h.
+
+    Attributes:
+        window: tokens that a row sees, the row's own included; 0 = all.
+        chunked: whether the window begins anew every `window` tokens.
+        sinks: [heads] float32, a further score of each head, which has no value.
+    """
+
+    window: int = 0
+    chunked: bool = False
+    sinks: Tensor | None = None
+
+
+ALL = Seen()
+
+
 class Library:
     """One built library. The kernels hold no state but memory that is kept from call to call, per thread.
 
@@ -111,10 +127,10 @@ class Library:
         items: Tensor,  # [n, 4] int32: query row, 1, row of the tables, context
         scale: float,
         out: Tensor,
-        kind: AttentionKind = PLAIN,
+        seen: Seen = ALL,
     ) -> None:
         """Attend with one query row per item; see `moonpool.engine.kernels.reference.decode_attention`."""
-        self._attention("mp_decode", q, kv, scales, block_tables, items, scale, out, kind)
+        self._attention("mp_decode", q, kv, scales, block_tables, items, scale, out, seen)
 
     def prefill_attention(
         self,
@@ -125,10 +141,10 @@ class Library:
         items: Tensor,  # [n, 4] int32: first query row, rows, row of the tables, context
         scale: float,
         out: Tensor,
-        kind: AttentionKind = PLAIN,
+        seen: Seen = ALL,
     ) -> None:
         """Attend with the newest rows of each item; see `moonpool.engine.kernels.reference.prefill_attention`."""
-        self._attention("mp_prefill", q, kv, scales, block_tables, items, scale, out, kind)
+        self._attention("mp_prefill", q, kv, scales, block_tables, items, scale, out, seen)
 
     def _attention(
         self,
@@ -140,9 +156,8 @@ class Library:
         items: Tensor,
         scale: float,
         out: Tensor,
-        kind: AttentionKind,
+        seen: Seen,
     ) -> None:
-        sinks = None if kind.sinks is None else kind.sinks.float().contiguous()
         call = Attention(
             q.data_ptr(), q.stride(0), TYPES[q.dtype],
             kv.data_ptr(), kv.stride(0) * kv.element_size(), kv.stride(2) * kv.element_size(), TYPES[kv.dtype],
@@ -151,7 +166,7 @@ class Library:
             items.data_ptr(), items.shape[0], q.shape[1], kv.shape[1], kv.shape[4], kv.shape[3],
             scale,
             out.data_ptr(), out.stride(0),
-            kind.window or 0, kind.chunked, None if sinks is None else sinks.data_ptr(),
+            seen.window, seen.chunked, None if seen.sinks is None else seen.sinks.data_ptr(),
         )  # fmt: skip
         self._done(getattr(self._c, name)(call, torch.get_num_threads()))
 
