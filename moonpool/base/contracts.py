@@ -1,13 +1,12 @@
 """Conversion between the contract's messages and plain values that SDK, services and engine share."""
 
 from array import array
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from moonpool.base.errors import InvalidRequest
-from moonpool.base.kv.media import MediaItem, check_media
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams, Unset, UnsetInt
 from moonpool.v1 import kv_pb2
@@ -60,23 +59,6 @@ def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling"
     if (early := given.get("early_stopping")) is not None:
         given["early_stopping"] = _OF_EARLY_STOPPING.get(early, "unknown")
     return SamplingParams(**given)
-
-
-def media_to_proto(media: Iterable[MediaItem], *, content: bool = True) -> list[kv_pb2.MediaItem]:
-    """A prompt's pictures as the contract has them, with their files unless `content` is False."""
-    return [
-        kv_pb2.MediaItem(begin=item.begin, end=item.end, digest=item.digest, content=item.content if content else b"")
-        for item in media
-    ]
-
-
-def media_from_proto(
-    messages: Iterable[kv_pb2.MediaItem], field_name: str, prompt_tokens: int
-) -> tuple[MediaItem, ...]:
-    """A prompt's pictures; raises as `check_media`."""
-    media = tuple(MediaItem(item.begin, item.end, item.digest, item.content) for item in messages)
-    check_media(field_name, media, prompt_tokens)
-    return media
 
 
 def logprobs_to_proto(found: Logprobs) -> kv_pb2.Logprobs:

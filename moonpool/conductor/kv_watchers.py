@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 
-from moonpool.base.contracts import media_to_proto
+from moonpool.base.cluster.proto_conversion import media_to_proto
 from moonpool.base.errors import Overloaded
 from moonpool.base.kv.keys import pack_keys, tokens_to_bytes
 from moonpool.base.kv.media import MediaItem

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from moonpool.base.checkpoint import ModelConfig, Tokenizer
 from moonpool.base.checkpoint.config import AnswerRules
-from moonpool.base.contracts import media_to_proto, sampling_to_proto
+from moonpool.base.cluster.proto_conversion import media_to_proto
+from moonpool.base.contracts import sampling_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, pack_keys, tokens_to_bytes
 from moonpool.base.kv.layout import KVLayout

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self
 
-from moonpool.base.contracts import media_from_proto, sampling_from_proto
+from moonpool.base.cluster.proto_conversion import media_from_proto
+from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.base.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
 from moonpool.base.kv.media import MediaItem

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from moonpool.base.contracts import media_from_proto
+from moonpool.base.cluster.proto_conversion import media_from_proto
 from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.base.kv.keys import tokens_from_bytes, unpack_keys
 from moonpool.base.rpc.channels import Channels

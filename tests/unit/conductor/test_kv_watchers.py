@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.base.contracts import media_from_proto
+from moonpool.base.cluster.proto_conversion import media_from_proto
 from moonpool.base.errors import Overloaded
 from moonpool.base.kv.keys import tokens_to_bytes
 from moonpool.base.kv.media import MediaItem

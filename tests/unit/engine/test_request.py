@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moonpool.base.contracts import media_to_proto
+from moonpool.base.cluster.proto_conversion import media_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.base.kv.media import MediaItem

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from moonpool.base.contracts import media_from_proto, media_to_proto
+from moonpool.base.cluster.proto_conversion import media_from_proto, media_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import block_keys, tokens_to_bytes
 from moonpool.base.kv.media import MAX_MEDIA, MediaItem, media_digest, overlapping
