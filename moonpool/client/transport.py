@@ -80,6 +80,7 @@ class GrpcTransport:
         send_key = bool(api_key) and tls is not None
         self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if send_key else ()
         self._channel: grpc.aio.Channel | None = None
+        self._made: Any = None  # the channel's stub
         self._monitor = ConnectionMonitor(self._check_health, silence_s)
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
@@ -96,7 +97,7 @@ class GrpcTransport:
     async def aclose(self) -> None:
         """Close the channel, which cancels open calls."""
         await self._monitor.aclose()
-        channel, self._channel = self._channel, None
+        channel, self._channel, self._made = self._channel, None, None
         if channel is not None:
             await channel.close()
 
@@ -106,7 +107,9 @@ class GrpcTransport:
         return self._channel
 
     def _stub(self) -> Any:
-        return ConductorServiceStub(self._connected())
+        if self._made is None:
+            self._made = ConductorServiceStub(self._connected())
+        return self._made
 
     async def _check_health(self, timeout_s: float) -> None:
         await check_health(self._connected(), timeout_s)

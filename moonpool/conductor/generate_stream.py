@@ -101,7 +101,7 @@ class GenerateStream:
     @property
     def tokens(self) -> int:
         """Tokens generated so far, of all choices."""
-        return sum(len(choice.tokens) for choice in self.choices)
+        return sum([len(choice.tokens) for choice in self.choices])
 
     @property
     def finish(self) -> kv_pb2.FinishReason.ValueType:
@@ -121,7 +121,7 @@ class GenerateStream:
 
     @property
     def _new_tokens(self) -> int:
-        return sum(choice.new for choice in self.choices)
+        return sum([choice.new for choice in self.choices])
 
     @property
     def _continued(self) -> array[int]:

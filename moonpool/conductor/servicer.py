@@ -55,6 +55,8 @@ TELL_MARGIN = 0.1
 """The same as a share of short time limits."""
 REPLACED_CALL_S = 1.0
 """Seconds until a call ends, after another call of the same client has taken the request over."""
+DEMANDS_S = 0.1
+"""Seconds for which what the pools have to do is not computed again: a scrape asks six times."""
 TRACEPARENT = "traceparent"
 
 
@@ -79,6 +81,8 @@ class ConductorServicer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._demands: tuple[PoolDemand, PoolDemand] | None = None
+        self._demands_at = 0.0
         self.picker_address = ""
         """Where proxies ask for engines; "" = nowhere."""
         self.served = 0
@@ -364,8 +368,11 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def demands(self) -> tuple[PoolDemand, PoolDemand]:
-        """What prefill and decode have to do now."""
-        return demands(self.core, self._clock())
+        """What prefill and decode have to do now; one answer for all metrics of a scrape."""
+        now = self._clock()
+        if self._demands is None or now - self._demands_at >= DEMANDS_S:
+            self._demands, self._demands_at = demands(self.core, now), now
+        return self._demands
 
     @property
     def dispatcher(self) -> Dispatcher:

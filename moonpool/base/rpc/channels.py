@@ -48,10 +48,14 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 
 class CheckedChannel(grpc.aio.Channel):
-    """A channel on which generated stubs, too, refuse answers that would cost too much to parse."""
+    """A channel on which generated stubs, too, refuse answers that would cost too much to parse.
+
+    Methods are made once: a stub for each call is cheap.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
+        self._methods: dict[tuple[object, ...], Callable[..., ClientCall]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,16 +76,22 @@ class CheckedChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.unary_unary(*args, **_checked(kwargs)))
+        return self._method(self._channel.unary_unary, args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.unary_stream(*args, **_checked(kwargs)))
+        return self._method(self._channel.unary_stream, args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.stream_unary(*args, **_checked(kwargs)))
+        return self._method(self._channel.stream_unary, args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.stream_stream(*args, **_checked(kwargs)))
+        return self._method(self._channel.stream_stream, args, kwargs)
+
+    def _method(self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (*args, *kwargs.values())  # the method's name, and how its messages are written and read
+        if key not in self._methods:
+            self._methods[key] = _client_calls(make(*args, **_checked(kwargs)))
+        return self._methods[key]
 
 
 class StreamCall(Protocol):
