@@ -71,7 +71,7 @@ class Terminal:
         """Run `moonpool COMMAND` in a session that stays when the command has ended."""
         run = f"exec {shlex.quote(str(self.folder / 'bin' / 'moonpool'))} {command}"
         # The window stays open behind the command, also behind Ctrl-C, so that all of it can be read.
-        kept = f"trap : INT; sh -c {shlex.quote(run)}; cat"
+        kept = f"trap : INT; sh -c {shlex.quote(run)}; exec cat"
         self.tmux("new-session", "-d", "-s", name, "-x", str(COLUMNS), "-y", str(LINES), kept)
 
     def screen(self, name: str) -> str:
