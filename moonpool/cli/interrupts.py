@@ -18,10 +18,13 @@ class StackInterrupts:
 
     Attributes:
         services: the stack's, by id; the second Ctrl-C ends them without a drain.
+        answers: whether Ctrl-C comes here. A shell's background job ignores it.
     """
 
     def __init__(self) -> None:
         self.services: Mapping[str, ServiceProcess] = {}
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        self.answers = threading.current_thread() is threading.main_thread() and not ignored
         self._stopping = False
 
     def interrupted(self, number: int, frame: FrameType | None) -> None:
@@ -36,7 +39,7 @@ class StackInterrupts:
     @contextlib.contextmanager
     def left_to_body(self) -> Iterator[None]:
         """Leave Ctrl-C to the body. Behind the body, the stack is ending."""
-        if threading.current_thread() is not threading.main_thread():
+        if not self.answers:
             yield
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,9 +55,9 @@ class StackInterrupts:
 
 @contextlib.contextmanager
 def answered_interrupts() -> Iterator[StackInterrupts]:
-    """Answer Ctrl-C while the body runs, if that is the main thread, which alone has signals."""
+    """Answer Ctrl-C while the body runs: in the main thread, which alone has signals, unless Ctrl-C is ignored."""
     interrupts = StackInterrupts()
-    if threading.current_thread() is not threading.main_thread():
+    if not interrupts.answers:
         yield interrupts
         return
     before = signal.signal(signal.SIGINT, interrupts.interrupted)

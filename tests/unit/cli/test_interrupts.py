@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +17,14 @@ class Service:
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C is as for a command in the foreground; tests may run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_start_is_broken_off_and_its_cleaning_up_is_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +73,13 @@ def test_behind_a_body_that_ended_by_itself_nothing_is_broken_off(capsys: pytest
             pass
         signal.raise_signal(signal.SIGINT)
         assert capsys.readouterr().err == f"{STOPPING_NOW}\n"
+
+
+def test_a_job_in_the_background_goes_on() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with answered_interrupts() as interrupts, interrupts.left_to_body():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_other_threads_have_no_signals() -> None:
