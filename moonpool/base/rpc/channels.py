@@ -18,6 +18,7 @@ from moonpool.base.rpc import messages
 from moonpool.base.rpc.errors import from_rpc_error
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
+from moonpool.base.rpc.tls_diagnosis import tls_trouble
 from moonpool.base.rpc.tuning import CONNECTION_OPTIONS
 
 _OPTIONS: list[tuple[str, Any]] = [
@@ -230,6 +231,10 @@ class Channels:
                 ending = asyncio.ensure_future(channel.close(OLD_S))
                 self._ending[ending] = channel
                 ending.add_done_callback(self._ending.pop)
+
+    async def trouble(self, address: str) -> str:
+        """As `tls_trouble`, with the certificates of these channels."""
+        return await tls_trouble(address, self._tls)
 
     async def probe(self, address: str, timeout_s: float) -> None:
         """As `probe`, secured as all channels are."""

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from moonpool.base import world
-from moonpool.base.errors import NotFound
+from moonpool.base.errors import NotFound, Unsupported
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client.failover import AVOIDED_S, ConductorFailover, ConductorList
 from moonpool.client.testing import FakeConductor
@@ -77,8 +77,9 @@ def test_requests_of_a_client_are_spread_and_lost_ones_go_on(dial: Dial) -> None
             client.generate(prompt="hi")
         assert (len(one.requests), len(other.requests)) == (3, 3)
         for _ in range(3):
-            client.generate(prompt="hi", session=SessionTurn("s"))
-        client.update_session(SessionTurn("s", last=True))
+            client.generate(prompt="hi", session=SessionTurn(id="s"))
+        with pytest.raises(Unsupported):
+            client.update_session(SessionTurn(id="s", last=True))  # which no fake has an answer to
     served = one if len(one.requests) == 6 else other
     assert len(served.requests) == 6
     assert [type(asked) for asked in served.asked] == [pb.UpdateSessionRequest], "the session is known there"
