@@ -1,8 +1,11 @@
 """Products and attention through the matrix unit's tiles: over the model everywhere, beside AMX where there is AMX."""
 
 import itertools
+import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +120,15 @@ def test_a_nan_stays_in_its_row(tile_model: Library) -> None:
     out = panels.product(x)
     assert out[17].isnan().all()
     assert torch.equal(torch.cat((out[:17], out[18:])), torch.cat((clean[:17], clean[18:])))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction set of x86-64")
+@pytest.mark.parametrize("source", ["multiply", "packed", "prefill"])
+def test_the_instructions_compile_without_such_a_processor(source: str, tmp_path: Path) -> None:
+    flags = [flag for flag in build.flags(AMX) if flag not in ("-O3", "-shared")]
+    command = [build.compiler(), "-O0", *flags, "-c", build.SOURCES / f"{source}.cpp", "-o", tmp_path / "made.o"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_processor_has_the_bits_of_the_model(tile_model: Library) -> None:
