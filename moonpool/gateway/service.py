@@ -247,7 +247,7 @@ def gateway_context(
         registry=metrics.registry,
         wall_clock=world.unix_time,
         rendering=rendering,
-        turns=AnswerTurns(),
+        turns=AnswerTurns(tokenizer.threads),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),

@@ -65,10 +65,11 @@ class EngineAnswer:
             self.task.cancel()
 
     async def _run(self, client: EngineClient) -> None:
-        outputs = client.generate(self.prompt)
+        outputs, loop = client.generate(self.prompt), asyncio.get_running_loop()
+        latest = loop.time() + TOKEN_TIMEOUT_S  # of the next token, whatever else the engine says meanwhile
         try:
             while True:
-                async with asyncio.timeout(TOKEN_TIMEOUT_S):
+                async with asyncio.timeout_at(latest):
                     output = await anext(outputs, None)
                 if output is None:
                     break
@@ -76,7 +77,7 @@ class EngineAnswer:
                     self.told_cached(output.cached_tokens)
                 if not output.token_ids and not output.finish:
                     continue
-                self.last_at = world.monotonic()
+                latest, self.last_at = loop.time() + TOKEN_TIMEOUT_S, world.monotonic()
                 self.first_at = self.first_at or self.last_at
                 self.tokens.extend(output.token_ids)
                 self.transfer = output.transfer
