@@ -1,8 +1,8 @@
 """`moonpool certs`: a local certificate authority, for clusters that have no other.
 
-Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check. Roles that only
-call have no such name, and prove no server. Hosts are for others' programs. The role is a URI, and the common name is the
-instance's or tenant's name.
+Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check. Roles that
+only call have no such name, and prove no server. Hosts are for others' programs. The role is a URI, and the common
+name is the instance's or tenant's name.
 """
 
 import datetime

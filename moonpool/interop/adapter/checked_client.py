@@ -13,7 +13,7 @@ MAX_BLOCK_SIZE = 1 << 12
 MAX_BLOCKS = 1 << 24
 MAX_TOKENS = MAX_COUNT = (1 << 31) - 1
 MAX_RANKS = 1024
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading an answer of another shape raises."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 
@@ -17,6 +18,8 @@ LINE_BYTES = 1 << 20
 ANSWER_BYTES = 16 << 20
 """Longest answer that is no stream."""
 REASON_CHARS = 200
+_LOST = (aiohttp.ClientError, HttpProcessingError, TimeoutError, ValueError, RecursionError)
+"""What a lost or broken engine raises; JSON that is nested too deep a RecursionError."""
 
 
 class EngineHttp:
@@ -57,7 +60,7 @@ class EngineHttp:
         try:
             async with self._client.get(self.url + path, timeout=_asking(), allow_redirects=False) as response:
                 text = (await _whole(response)).decode()
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except _LOST as error:
             raise self.lost(error) from error
         if response.status != 200:
             raise Unavailable(f"{self.name} at {self.url}: {path} answers {response.status}")
@@ -67,7 +70,7 @@ class EngineHttp:
         """The JSON at a path; raises Unavailable."""
         try:
             return msgspec.json.decode(await self.get(path))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise self.lost(error) from error
 
     async def posted(self, path: str) -> bool:
@@ -75,7 +78,7 @@ class EngineHttp:
         try:
             async with self._client.post(self.url + path, timeout=_asking(), allow_redirects=False) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except _LOST as error:
             raise self.lost(error) from error
 
     async def post_json(self, path: str, body: object) -> Any:
@@ -91,7 +94,7 @@ class EngineHttp:
                 if response.status != 200:
                     raise self._refusal(response.status, content)
                 return msgspec.json.decode(content)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except _LOST as error:
             raise self.lost(error) from error
 
     async def events(
@@ -109,7 +112,7 @@ class EngineHttp:
                         return
                     if data:
                         yield msgspec.json.decode(data)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except _LOST as error:
             raise self.lost(error) from error
         raise Unavailable(f"{self.name} broke off an answer")
 
@@ -121,7 +124,7 @@ class EngineHttp:
         try:
             error = msgspec.json.decode(content)["error"]
             told = str(error["message"] if isinstance(error, Mapping) else error)
-        except (msgspec.DecodeError, KeyError, TypeError):
+        except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
             told = content.decode(errors="replace")
         if 400 <= status < 500 and status not in (408, 429):
             return InvalidRequest("sequence", f"{self.name} refuses it: {told[:REASON_CHARS]}")
