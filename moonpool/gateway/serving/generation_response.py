@@ -26,6 +26,7 @@ from moonpool.client import (
 )
 from moonpool.client.tracing import traceparent
 from moonpool.gateway.serving.asgi_reply import AsgiReply, to_nobody
+from moonpool.gateway.serving.body_limits import SCORE_BYTES, BodyMemory
 from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
@@ -46,11 +47,13 @@ class AnswerTurns:
 
     Attributes:
         threads: write many log probabilities.
+        memory: has those of answers that are sent whole.
         begun: places of lists' prompts that have no token yet.
         writing: writes few log probabilities, between other answers' tokens.
     """
 
     threads: TenantTurns
+    memory: BodyMemory
     begun: TenantPlaces = field(default_factory=lambda: TenantPlaces(MAX_BEGUN_PROMPTS))
     writing: LoopTurns = field(default_factory=LoopTurns)
 
@@ -113,17 +116,21 @@ class GenerationResponse:
             await reply.send_json(error.status, to_json_bytes(self._formatter.error_body(error)), error.headers)
 
     async def _answer(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
-        async with self._token_stream(request_metrics, whole=True) as tokens:
-            async for event in tokens:
-                self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
-        result = self._finished(tokens, request_metrics)
-        self._start(reply, tokens)
-        reply.headers.update(self._job.result_headers(result))
-        write = lambda: to_json_bytes(self._formatter.full_response(result))  # noqa: E731
-        choices = (choice.logprobs for choice in result.choices)
-        content = await self._written(write, num_scores(result.prompt_logprobs, *choices))
-        await self._formatter.keep()
-        await reply.send_json(200, content)
+        with self._turns.memory.hold(self._tenant) as take:
+            scores = 0
+            async with self._token_stream(request_metrics, whole=True) as tokens:
+                async for event in tokens:
+                    self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+                    if new := num_scores(event.prompt_logprobs, event.logprobs):
+                        take(new * SCORE_BYTES)
+                        scores += new
+            result = self._finished(tokens, request_metrics)
+            self._start(reply, tokens)
+            reply.headers.update(self._job.result_headers(result))
+            write = lambda: to_json_bytes(self._formatter.full_response(result))  # noqa: E731
+            content = await self._written(write, scores)
+            await self._formatter.keep()
+            await reply.send_json(200, content)
         self._job.on_finished(result)
 
     async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:

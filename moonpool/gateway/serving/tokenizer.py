@@ -72,8 +72,7 @@ class GatewayTokenizer:
         """
         self._name = name
         self._tokenizer = tokenizer
-        self.threads = threads
-        """Threads for long work with the tokenizer, by turns of tenants."""
+        self._threads = threads
         self.found = chosen_format(tokenizer, parsers, architecture)
         """How the model writes answers, and what a person should know of that."""
         self._thinks_at_once: dict[bytes, bool] = {}  # by the template's variables
@@ -84,7 +83,7 @@ class GatewayTokenizer:
         Raises:
             InvalidRequest: the text has more than `max_tokens` tokens.
         """
-        return await self.threads.run(tenant, lambda: self._encode("prompt", text, max_tokens, special=special))
+        return await self._threads.run(tenant, lambda: self._encode("prompt", text, max_tokens, special=special))
 
     async def encode_pairs(
         self, tenant: str, field: str, pairs: Sequence[tuple[str, str]], max_tokens: int
@@ -102,8 +101,8 @@ class GatewayTokenizer:
             return lambda: self._tokenizer.encode_pair(*pair)
 
         for text in dict.fromkeys(text for pair in pairs for text in pair):
-            await self.threads.run(tenant, check(text))
-        return [await self.threads.run(tenant, encode(pair)) for pair in pairs]
+            await self._threads.run(tenant, check(text))
+        return [await self._threads.run(tenant, encode(pair)) for pair in pairs]
 
     async def encode_chat(
         self,
@@ -128,7 +127,7 @@ class GatewayTokenizer:
             self._check_longer("messages", chat.text, max_tokens)
             return self._tokenizer.encode_chat(chat, special)
 
-        return await self.threads.run(tenant, run)
+        return await self._threads.run(tenant, run)
 
     async def tokens_behind(
         self,
@@ -162,7 +161,7 @@ class GatewayTokenizer:
                 places.append(at)
             return [len(self._tokenizer.encode(chat[places[end] :], add_special=False)) for end in ends]
 
-        return await self.threads.run(tenant, run)
+        return await self._threads.run(tenant, run)
 
     async def decode(self, tenant: str, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens included.
@@ -172,7 +171,7 @@ class GatewayTokenizer:
         """
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._tokenizer.vocab_size):
             raise InvalidRequest("tokens", f"must be in [0, {self._tokenizer.vocab_size})")
-        return await self.threads.run(tenant, lambda: self._tokenizer.decode(tokens, skip_special=False))
+        return await self._threads.run(tenant, lambda: self._tokenizer.decode(tokens, skip_special=False))
 
     def decode_now(self, tokens: Sequence[int], skip_special: bool) -> str:
         """Text of a few tokens, decoded on the calling thread."""
@@ -185,7 +184,7 @@ class GatewayTokenizer:
 
     async def token_strings(self, tenant: str, tokens: Sequence[int]) -> list[str]:
         """Each token's text, separately."""
-        return await self.threads.run(
+        return await self._threads.run(
             tenant, lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens]
         )
 
@@ -225,7 +224,7 @@ class GatewayTokenizer:
             return reasoning.is_open(self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text)
 
         try:
-            is_open = await self.threads.run(tenant, begins_thinking)
+            is_open = await self._threads.run(tenant, begins_thinking)
         except InvalidRequest:  # the conductor says what is wrong, if the request's own messages are refused, too
             return False
         if len(key) <= MAX_VARIANT_BYTES:

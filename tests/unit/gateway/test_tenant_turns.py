@@ -19,6 +19,7 @@ from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.json_parts import UNCHECKED_BYTES
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway.serving.body_limits import BODY_COPIES, SCORE_BYTES
 from moonpool.gateway.serving.generation_response import MAX_LOOP_SCORES
 from moonpool.gateway.serving.tokenizer import MAX_VARIANT_BYTES
 from moonpool.v1 import conductor_pb2 as pb
@@ -87,14 +88,14 @@ class Clients:
 
 @asynccontextmanager
 async def held_gateway(
-    folder: Path, conductor: FakeConductor | None = None, encoder: Tokenizer | None = None
+    folder: Path, conductor: FakeConductor | None = None, encoder: Tokenizer | None = None, **changes: Any
 ) -> AsyncIterator[Clients]:
     clock = dataclasses.replace(world.Clock(), thread_time=lambda: 0.0)  # all works cost the same: they are counted
     world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), clock=clock))
     keys = folder / "keys"
     keys.write_text("".join(f"sha256:{hash_key(tenant)} {tenant}\n" for tenant in (*TENANTS, "calm")))
     threads, fake = Held(), ready(conductor or FakeConductor(lambda request: answer([1])))
-    app = make_gateway(fake.async_client(), settings(api_keys=keys), threads, encoder or tokenizer())
+    app = make_gateway(fake.async_client(), settings(api_keys=keys, **changes), threads, encoder or tokenizer())
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
         yield Clients(app, threads, http)
@@ -186,3 +187,15 @@ async def test_new_variables_of_a_template_are_tried_on_a_thread(tmp_path: Path)
             asked = clients.ask("ann", CHAT, body)
             assert await clients.works_until(asked) == works
             assert (await asked).json()["choices"][0]["message"]["content"] == "4."
+
+
+async def test_log_probabilities_of_whole_answers_take_the_memory_of_bodies(tmp_path: Path) -> None:
+    """A stream takes none."""
+    tokens = (1 << 20) // BODY_COPIES // SCORE_BYTES // 3 - 10
+    for more, stream, status in ((0, False, 200), (20, False, 503), (20, True, 200)):
+        async with held_gateway(tmp_path, scoring(tokens + more), body_memory_bytes=1 << 20) as clients:
+            body = json.dumps({"messages": TURNS, "logprobs": True, "top_logprobs": 2, "stream": stream}).encode()
+            asked = clients.ask("ann", CHAT, body)
+            await clients.works_until(asked)
+            answered = await asked
+            assert (answered.status_code, "body_memory_bytes" in answered.text) == (status, status == 503)
