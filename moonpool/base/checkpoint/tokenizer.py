@@ -138,6 +138,7 @@ class Tokenizer:
         self.special_tokens = dict(special or {})
         """Special tokens' texts by role, for example `eos_token`."""
         added = backend.get_added_tokens_decoder()
+        self._takes_spaces = [token.content for token in added.values() if token.lstrip or token.rstrip]
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._templates: ChatTemplates | None = None
         if chat_templates:
@@ -221,7 +222,10 @@ class Tokenizer:
             return num_bytes > max_tokens
         tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            tokens += len(self.encode(text[start : start + _PIECE_CHARS], add_special=False)) - _PIECE_SLACK
+            piece = text[start : start + _PIECE_CHARS]
+            for token in self._takes_spaces:  # spaces beside such a token, here or in the next piece, are no tokens
+                piece = token.join([part.strip() for part in piece.split(token)])
+            tokens += len(self.encode(piece, add_special=False)) - _PIECE_SLACK
             if tokens > max_tokens:
                 return True
         return False

@@ -22,7 +22,7 @@ class SlowClients:
 
     def __init__(self, seconds: float = REQUEST_S, most: int = MAX_CONNECTIONS) -> None:
         self._seconds, self._most = seconds, most
-        self._asking: set[asyncio.Protocol | None] = set()
+        self._asking: dict[asyncio.Protocol, None] = {}
         self._quiet_since: dict[asyncio.Protocol, float] = {}
 
     def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
@@ -33,14 +33,14 @@ class SlowClients:
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
             client: asyncio.Protocol = request.protocol
-            self._asking.add(client)
+            self._asking[client] = None
             try:
                 async with asyncio.timeout(self._seconds):
                     return await handler(request)
             except TimeoutError:
                 raise web.HTTPRequestTimeout from None
             finally:
-                self._asking.discard(client)
+                self._asking.pop(client, None)
                 self._quiet_since.pop(client, None)
 
         return in_time
