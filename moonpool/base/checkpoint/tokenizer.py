@@ -138,7 +138,9 @@ class Tokenizer:
         self.special_tokens = dict(special or {})
         """Special tokens' texts by role, for example `eos_token`."""
         added = backend.get_added_tokens_decoder()
-        self._takes_spaces = [token.content for token in added.values() if token.lstrip or token.rstrip]
+        self._takes_spaces = [
+            token.content for token in added.values() if token.content and (token.lstrip or token.rstrip)
+        ]
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._templates: ChatTemplates | None = None
         if chat_templates:

@@ -159,8 +159,13 @@ async def test_an_engine_that_says_much_and_no_token_is_given_up(monkeypatch: py
 @asynccontextmanager
 async def engine_at(handler: Handler) -> AsyncIterator[EngineHttp]:
     """A client of a server that answers everything by `handler`."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response: web.StreamResponse = await handler(request)
+        return response
+
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
+    app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
