@@ -26,6 +26,7 @@ from moonpool.base.json_parts import parse_json
 from moonpool.base.json_schema import (
     WHITESPACE,
     SchemaWordError,
+    check_multiples,
     check_numbers,
     check_range,
     explain_fault,
@@ -139,6 +140,7 @@ def _check_lark_schemas(text: str) -> None:
         if isinstance(schema, dict):
             check_range("%json", schema)
             map_schemas(schema, _check_part, "%json")
+            check_multiples(schema, "%json")
 
 
 def _check_part(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
@@ -185,6 +187,7 @@ def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
     changed = map_schemas(map_schemas(schema, change), _write_patterns)
     check_range("", changed)
+    check_multiples(changed)
     return changed
 
 
@@ -307,6 +310,44 @@ def check_range(place: str, value: Any) -> None:
     elif isinstance(value, int | float) and value < _LEAST:
         above, _, word = place.rpartition(".")
         raise SchemaWordError(above, word, f"{value} is below what can be followed")
+
+
+_MOST_MULTIPLE = 100_000
+"""The library tells so many remainders apart in some 0.3 s; beyond, nothing bounds its time and memory."""
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+def check_multiples(schema: Mapping[str, Any], at: str = "") -> None:
+    """Check that following each `multipleOf` is cheap, also all together where schemas may meet in one number.
+
+    `at`: the schema's place, if the schema is a part of something.
+
+    Raises:
+        SchemaWordError: one is too large, or with those before it; names the word with the word's place.
+    """
+    parts = (*inner_schemas(schema), ("", schema))
+    meet = any(word in part for _, part in parts for word in _COMBINING)
+    together = Fraction(1)
+    for place, part in parts:
+        told = part.get("multipleOf")
+        if not isinstance(told, int | float) or told <= 0:
+            continue  # the library says what is wrong
+        multiple = Fraction(str(told))
+        together = _common_multiple(together, multiple) if meet else multiple
+        if not _is_cheap(multiple) or not _is_cheap(together):
+            message = "is too large" if not _is_cheap(multiple) else "is too large together with others"
+            raise SchemaWordError(".".join(filter(None, (at, place))), "multipleOf", f"{told} {message}")
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
+
+
+def _is_cheap(multiple: Fraction) -> bool:
+    """Whether a multiple has few remainders: its digits without the point say how many; tens cost nothing."""
+    places = next(places for places in count() if (10**places) % multiple.denominator == 0)
+    digits = str(int(multiple * 10**places))
+    return int(digits) <= _MOST_MULTIPLE or int(digits.rstrip("0")) <= 10
 
 
 _LEAST = -_MOST + (1 << 10)

@@ -125,6 +125,7 @@ def test_one_slow_moment_of_the_machine_refuses_no_grammar(monkeypatch: pytest.M
         ('start: "%json" /"\\//  %json \n {"a": {"type": "integer", "const": -9.4e18}}', "%json.a.const: -9.4e+18 is"),
         ('start: /\n"/ %json {"x": [-1e300]} "', "%json.x.0: -1e+300 is below"),
         ('start: <"> %json {"enum": [1234567890123456789]} # "', "%json.enum.0: 1234567890123456789 has more digits"),
+        ('start: %json {"multipleOf": 9999991}', "%json.multipleOf: 9999991 is too large"),
         ('start ::= "a"\n// %json {"const": 1}\nb ::= %json {"const": -9.4e18}', ""),
     ],
 )  # fmt: skip

@@ -117,6 +117,12 @@ OVERLAP = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
         ({"type": "integer", "exclusiveMaximum": 2**60}, f"properties.a.exclusiveMaximum: {2**60} has more digits"),
         ({"type": "number", "maximum": 2**62}, f"properties.a.maximum: {2**62} has more digits than"),
         ({"multipleOf": BIG}, f"properties.a.multipleOf: {BIG} has more digits than"),
+        ({"type": ["integer", "null"], "multipleOf": 2**31}, f"properties.a.multipleOf: {2**31} is too large"),
+        ({"multipleOf": 0.0000123456789}, "properties.a.multipleOf: 1.23456789e-05 is too large"),
+        (
+            {"allOf": [{"multipleOf": 997}, {"anyOf": [{"multipleOf": 991}]}]},
+            "properties.a.allOf.1.anyOf.0.multipleOf: 991 is too large together with others",
+        ),
         ({"type": "text"}, "properties.a: type must be one of string"),
         ({"enum": []}, "properties.a: no answer can satisfy this schema"),
         ({"type": "object", "minProperties": 2, "properties": {"b": FLAG}}, "properties.a: minProperties and"),
@@ -151,6 +157,12 @@ def test_large_integers_are_followed_digit_by_digit(schema: dict[str, Any], fits
         raw = list(str(answer).encode())
         followed = matcher.try_consume_tokens(raw) == len(raw) and matcher.is_accepting()
         assert followed == (answer in fits), answer
+
+
+def test_multiples_that_are_cheap_are_followed() -> None:
+    check({"type": "object", "properties": {name: {"multipleOf": name} for name in (997, 991, 1000, 10**6)}})
+    amount = {"anyOf": [{"type": "number", "multipleOf": 0.01}, {"type": "integer", "multipleOf": 25}]}
+    check({"$ref": "#/$defs/amount", "$defs": {"amount": amount}})
 
 
 @pytest.mark.parametrize(
