@@ -330,7 +330,7 @@ def check_multiples(schema: Mapping[str, Any], at: str = "") -> None:
     together = Fraction(1)
     for place, part in parts:
         told = part.get("multipleOf")
-        if type(told) not in (int, float) or told <= 0:
+        if not isinstance(told, int | float) or isinstance(told, bool) or told <= 0:
             continue  # the library says what is wrong
         multiple = Fraction(str(told))
         together = _common_multiple(together, multiple) if meet else multiple
