@@ -51,9 +51,9 @@ def start(*arguments: str, stdin: int = subprocess.DEVNULL, **environment: str) 
 
 def ready(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
-    line = child.stdout.readline()
+    line = told_line(child.stdout.readline().strip())
     assert line.startswith("ready: "), child.communicate(timeout=DEADLINE_S)
-    return line.removeprefix("ready: ").strip()
+    return line.removeprefix("ready: ")
 
 
 def test_a_whole_process(tmp_path: Path) -> None:
