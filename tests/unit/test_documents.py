@@ -47,6 +47,7 @@ FOREIGN = {
     "--batch",
     "--signal",
     "--now",
+    "--gpus",
 }
 """Flags of programs that are not ours: debootstrap, docker, uv, vLLM, SGLang, Slurm and systemctl."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")

@@ -1,10 +1,11 @@
-"""Slurm's job and systemd's units start services with settings that exist, and end by drains."""
+"""Slurm's job, Ray's actors and systemd's units start services with settings that exist, and end by drains."""
 
 import configparser
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +25,29 @@ while :; do sleep 0.05; done
 """
 SCANCEL = """#!/bin/sh
 [ "$*" = "--signal=TERM 7" ] && kill -USR2 $(cat "$NOTES.pids")
+"""
+RAY = """
+def remote(**options):
+    return Wrapped
+class Wrapped:
+    def __init__(self, cls): self.cls = cls
+    def options(self, **options): return self
+    def remote(self, *args): return Handle(self.cls(*args))
+class Handle:
+    def __init__(self, made): self.made = made
+    def __getattr__(self, name): return Method(getattr(self.made, name))
+class Method:
+    def __init__(self, call): self.remote = call
+class get_runtime_context:
+    def get_node_id(self): return "here"
+get = lambda found: found
+init = lambda **options: None
+"""
+MOONPOOL = """#!/bin/bash
+trap 'echo ended >>"$NOTES"; exit 0' TERM
+printf '%q ' moonpool "$@" >"$NOTES.$$"; echo >>"$NOTES.$$"; cat "$NOTES.$$" >>"$NOTES"
+echo "starting: what takes a while"; echo "ready: 10.0.0.1:50051"
+while :; do sleep 0.05; done
 """
 NODES = ("n1", "n2", "n3", "n4")
 LIMIT_S = 30.0
@@ -75,6 +99,36 @@ def test_a_job_of_slurm_starts_services_and_hands_its_end_on(tmp_path: Path) -> 
     text = script.read_text()
     drain_s = int(text.partition("MOONPOOL_DRAIN_S=")[2].split()[0])
     assert int(text.partition("--signal=B:USR1@")[2].split()[0]) > drain_s, "Slurm's end comes behind the drain"
+
+
+def test_actors_of_ray_start_services_and_drain_them(tmp_path: Path) -> None:
+    program(tmp_path, "moonpool", MOONPOOL)
+    (tmp_path / "ray/util").mkdir(parents=True)
+    (tmp_path / "ray/__init__.py").write_text(RAY)
+    (tmp_path / "ray/util/__init__.py").write_text("get_node_ip_address = lambda: '10.0.0.1'\n")
+    (tmp_path / "ray/util/scheduling_strategies.py").write_text(
+        "class NodeAffinitySchedulingStrategy:\n    def __init__(self, node, soft): pass\n"
+    )
+    notes = tmp_path / "notes"
+    own = {"NOTES": str(notes), "PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ROOT / "deploy/ray/moonpool_on_ray.py"
+    command = [sys.executable, str(script), "--model", "m", "--prefill", "2"]
+    with subprocess.Popen(command, env=os.environ | own, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "ready: http://10.0.0.1:50051\n"
+            steps = [shlex.split(line) for line in noted(notes, 6, "moonpool")]
+            driver.send_signal(signal.SIGTERM)
+            assert driver.stdout.readline() == "drained: [0, 0, 0, 0, 0, 0]\n"
+            assert driver.wait(LIMIT_S) == 0
+        finally:
+            driver.kill()
+    assert len(noted(notes, 6, "ended")) == 6
+    services = [service for _, service, *_ in steps]
+    assert sorted(services) == ["conductor", "decode", "gateway", "kvstore", "prefill", "prefill"]
+    for _, service, *flags in steps:
+        config = config_class(service).load(flags)
+        assert service == "conductor" or list(config.model_dump()["conductor"]) == ["10.0.0.1:50051"]
 
 
 @pytest.mark.parametrize(
