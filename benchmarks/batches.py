@@ -80,6 +80,7 @@ def as_batch(running: LocalStack, requests: list[dict[str, Any]], *, kill: bool)
                 for service in (GATEWAY_ID, "conductor"):
                     running.restart(service, kill=True)
         answers = http.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
+    assert not kill, "the batch was over before the kill"
     assert batch["request_counts"] == {"total": len(requests), "completed": len(requests), "failed": 0}, batch
     told = [json.loads(each) for each in answers]
     assert [each["custom_id"] for each in told] == [each["custom_id"] for each in requests]

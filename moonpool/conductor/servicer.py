@@ -193,7 +193,9 @@ class ConductorServicer:
             request = stream.request
             for choice in stream.choices:
                 tokens = request.prompt + choice.tokens
-                self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens, request.lora)
+                self.cluster.watchers.named(
+                    request.spec.tenant, request.cache_salt, tokens, request.lora, request.media
+                )
 
     def _tenants(self) -> Counter[str]:
         return Counter([call.message.tenant for call in self._calls.values()])

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self
 
+from moonpool.base.cluster.proto_conversion import media_from_proto
 from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.base.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.kv.native_library import chain_keys, tokens_below
 from moonpool.base.logprobs import bytes_per_token
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SUPPRESSED_TOKENS, SCORED_TOKEN_COST
@@ -42,6 +44,7 @@ class IncomingRequest:
         sampling: how the next tokens are chosen.
         spec: the part that schedulers see.
         lora: id of the LoRA adapter; b"" = the base model.
+        media: pictures in the prompt, in order.
     """
 
     request_id: str
@@ -50,12 +53,22 @@ class IncomingRequest:
     sampling: SequenceSampling
     spec: EngineRequest
     lora: bytes = b""
+    media: tuple[MediaItem, ...] = ()
 
     @classmethod
     def from_proto(
-        cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_size: int, vocab_size: int, max_tokens: int
+        cls,
+        spec: kv_pb2.SequenceSpec,
+        *,
+        namespace: bytes,
+        block_size: int,
+        vocab_size: int,
+        max_tokens: int,
+        takes_media: bool = False,
     ) -> Self:
         """From the contract. Keys are computed here: a block under a wrong key would be a wrong answer later.
+
+        `takes_media`: whether pictures can be computed here; else prompts with pictures are refused.
 
         Raises:
             InvalidRequest: naming the field at fault.
@@ -88,7 +101,10 @@ class IncomingRequest:
         root = chain_root(namespace, spec.tenant, spec.cache_salt, lora)
         if spec.chain_root != root:
             raise InvalidRequest("sequence.chain_root", "is not that of this namespace, tenant, salt and adapter")
-        keys = chain_keys(root, spec.token_ids, block_size)
+        media = media_from_proto(spec.media, "sequence.media", spec.prompt_tokens)
+        if media and not takes_media:
+            raise InvalidRequest("sequence.media", "this engine takes no pictures")
+        keys = chain_keys(root, spec.token_ids, block_size, media)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         suppressed = _suppressed(spec, ends, vocab_size)
@@ -96,7 +112,15 @@ class IncomingRequest:
         if bad_tokens and params.response_format:
             raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
         thinking = _thinking(spec, vocab_size)
-        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens, thinking, suppressed)
+        sampling = SequenceSampling.of(
+            params,
+            spec.prompt_tokens,
+            spec.end_token_ids,
+            bad_tokens,
+            thinking,
+            suppressed,
+            tuple((item.begin, item.end) for item in media),
+        )
         seen = EngineRequest(
             tuple(keys),
             len(tokens),
@@ -110,11 +134,12 @@ class IncomingRequest:
             expected_tokens=spec.expected_output_tokens,
             token_cost=1 if params.prompt_logprobs is None else SCORED_TOKEN_COST,
         )
-        return cls(spec.request_id, tokens, BlockKey(root), sampling, seen, lora)
+        return cls(spec.request_id, tokens, BlockKey(root), sampling, seen, lora, media)
 
     def history(self, token_ids: "array[int] | None" = None) -> TokenHistory:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""
-        return TokenHistory(self.chain_root, self.token_ids if token_ids is None else token_ids, self.spec.keys)
+        tokens = self.token_ids if token_ids is None else token_ids
+        return TokenHistory(self.chain_root, tokens, self.spec.keys, self.media)
 
     def parents(self) -> list[BlockKey]:
         """For each of the request's keys, the key before in the chain."""

@@ -80,6 +80,7 @@ class EngineSetup:
             block_size=self.layout.block_size,
             vocab_size=self.vocab_size,
             max_tokens=self.max_tokens,
+            takes_media=self.spec.emulated is not None,
         )
 
     @property

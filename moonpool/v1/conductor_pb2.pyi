@@ -409,6 +409,7 @@ class TokenChain(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Whose chain."""
     cache_salt: _builtins.str
@@ -419,6 +420,10 @@ class TokenChain(_message.Message):
     def lora(self) -> _kv_pb2.LoraAdapter:
         """The LoRA adapter that computes it; unset = the base model."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.MediaItem]:
+        """Pictures in it, without their files."""
+
     def __init__(
         self,
         *,
@@ -426,10 +431,11 @@ class TokenChain(_message.Message):
         cache_salt: _builtins.str = ...,
         token_ids: _builtins.bytes = ...,
         lora: _kv_pb2.LoraAdapter | None = ...,
+        media: _abc.Iterable[_kv_pb2.MediaItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "media", b"media", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

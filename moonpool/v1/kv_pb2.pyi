@@ -1166,6 +1166,7 @@ class SequenceSpec(_message.Message):
     THINKING_FIELD_NUMBER: _builtins.int
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -1214,6 +1215,10 @@ class SequenceSpec(_message.Message):
     def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that are never chosen, because the checkpoint says so."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaItem]:
+        """Pictures in the prompt, in order. Their digests are parts of the keys of the blocks in which they begin."""
+
     def __init__(
         self,
         *,
@@ -1234,14 +1239,49 @@ class SequenceSpec(_message.Message):
         thinking: Global___ThinkingBudget | None = ...,
         suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         expected_output_tokens: _builtins.int = ...,
+        media: _abc.Iterable[Global___MediaItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "expected_output_tokens", b"expected_output_tokens", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "expected_output_tokens", b"expected_output_tokens", "lora", b"lora", "media", b"media", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class MediaItem(_message.Message):
+    """A picture in a prompt, whose tokens are the model's marks, whatever the picture shows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    begin: _builtins.int
+    """Position of its first token."""
+    end: _builtins.int
+    """Position behind its last token."""
+    digest: _builtins.bytes
+    """32-byte hash of all that decides its embeddings: file, detail, grid and the processor's settings."""
+    content: _builtins.bytes
+    """The file, as it was sent; empty where nobody computes it."""
+    def __init__(
+        self,
+        *,
+        begin: _builtins.int = ...,
+        end: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "content", b"content", "digest", b"digest", "end", b"end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaItem: _TypeAlias = MediaItem  # noqa: Y015
 
 @_typing.final
 class ThinkingBudget(_message.Message):

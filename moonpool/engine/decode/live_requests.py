@@ -118,7 +118,8 @@ class LiveSequence:
         index, rest = divmod(len(self.tokens), block_size)
         if rest or index <= len(self.keys):
             return []
-        [key] = block_keys(self.parent(index - 1), self.tokens[-block_size:], block_size)
+        media, first = self.request.incoming.media, (index - 1) * block_size
+        [key] = block_keys(self.parent(index - 1), self.tokens[-block_size:], block_size, media, first)
         self.keys.append(key)
         return [(self.id, key)]
 
@@ -126,7 +127,8 @@ class LiveSequence:
         """Add the keys of all blocks that are full without the last token; return the new keys."""
         there, full = len(self.keys), (len(self.tokens) - 1) // block_size
         tokens = self.tokens[there * block_size : full * block_size]
-        new = tuple(block_keys(self.parent(there), tokens, block_size))
+        first = there * block_size
+        new = tuple(block_keys(self.parent(there), tokens, block_size, self.request.incoming.media, first))
         self.keys += new
         return new
 

@@ -217,13 +217,13 @@ def _answer(gateway: GatewayContext, job: GenerationJob, body: OllamaBody, *, is
         job.set_chat_options(body.chat_options())
     parser = gateway.builder.offer_tools(job, body.tool_set())
     job.stream = body.stream is not False
-    if job.stream:
-        job.headers["content-type"] = NDJSON_TYPE
     return gateway.generate(job, OllamaFormatter(body.model, parser, is_chat=is_chat))
 
 
 class OllamaFormatter(ResponseFormatter):
     """Writes Ollama's objects: for a stream one for each text, a line each, and a last one with the figures."""
+
+    stream_type = NDJSON_TYPE
 
     def __init__(self, model: str, parser: AnswerParser, *, is_chat: bool) -> None:
         """Write answers of `model`; `parser` finds thinking and calls, `is_chat`: as messages, not as texts."""

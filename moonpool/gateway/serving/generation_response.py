@@ -65,8 +65,9 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._notes = served_request(scope).notes
+        reply = AsgiReply(send, self._job.headers, self._formatter.stream_type)
         try:
-            await while_connected(receive, self._respond(AsgiReply(send, self._job.headers)))
+            await while_connected(receive, self._respond(reply))
         except ClientGoneError:
             return
 

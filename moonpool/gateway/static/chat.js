@@ -208,7 +208,12 @@ async function answer() {
 async function listen(own, turn, { said, more }, signal) {
   const began = performance.now();
   const figures = (turn.figures = { id: "", reason: "incomplete" });
-  const drawn = new GrowingText(said);
+  const following = (draw) => {
+    const follows = isAtEnd();
+    draw();
+    if (follows && own === conversation) follow();
+  };
+  const drawn = new GrowingText(said, following);
   let [first, kept] = [0, began];
   const numbers = NUMBERS.filter((name) => byId(name).value.trim()).map((name) => [name, Number(byId(name).value)]);
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
@@ -230,11 +235,11 @@ async function listen(own, turn, { said, more }, signal) {
     figures.reason = choice.finish_reason ?? figures.reason;
     turn.content += choice.delta.content ?? "";
     turn.reasoning += choice.delta.reasoning_content ?? "";
-    const follows = isAtEnd();
     if (turn.content) drawn.update(turn.content);
-    else said.textContent = turn.reasoning;
-    more.replaceChildren(note({ ...figures, reason: "" }));
-    if (follows && own === conversation) follow();
+    following(() => {
+      if (!turn.content) said.textContent = turn.reasoning;
+      more.replaceChildren(note({ ...figures, reason: "" }));
+    });
     if (now - kept > KEEP_MS) {
       kept = now;
       keep(own);

@@ -15,10 +15,10 @@ from moonpool.interop.kv_events.stream import EventSource
 
 HANDLED = frozenset({
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "skip_special_tokens",
-    "grammar", "length_penalty", "early_stopping", "thinking_marks",
+    "grammar", "length_penalty", "early_stopping", "thinking_budget", "thinking_marks",
 })  # fmt: skip
 """Options that no table of an adapter has: the conductor and the adapter carry them out (`EnginePrompt` has lengths,
-seed and ends), or they say more about `response_format`, `beam_width` and `thinking_budget`."""
+seed and ends, `EngineAnswer` ends thoughts), or they say more about `response_format` and `beam_width`."""
 
 
 def refused_options(passed: Collection[str], params: type[SamplingParams] = SamplingParams) -> tuple[str, ...]:

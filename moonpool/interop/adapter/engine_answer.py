@@ -3,7 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moonpool.base import world
@@ -11,9 +11,10 @@ from moonpool.base.contracts import logprobs_to_proto
 from moonpool.base.errors import Internal, MoonpoolError, Unavailable
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import stream_seed
+from moonpool.base.scheduling.thinking import ThinkingBudget
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.request import IncomingRequest
-from moonpool.interop.adapter.base import EngineClient, EnginePrompt
+from moonpool.interop.adapter.base import EngineClient, EngineOutput, EnginePrompt
 from moonpool.v1 import kv_pb2, prefill_pb2
 
 FINISHES = {"stop": kv_pb2.FINISH_REASON_STOP, "length": kv_pb2.FINISH_REASON_LENGTH}
@@ -26,10 +27,15 @@ log = get_logger(__name__)
 class EngineAnswer:
     """One answer, as far as the engine has generated the answer.
 
+    Where a thinking budget forces a token that the engine did not choose, the engine is asked anew behind the tokens
+    that end the thinking; the engine's cache has what is before.
+
     Attributes:
-        prompt: what the engine was asked for.
+        prompt: what the engine was asked for at first.
         changed: called when tokens have come, or the answer is over.
         told_cached: see `EnginePart`.
+        thinking: how many tokens the answer may think; None = any number.
+        prompt_tokens: leading tokens of `prompt` that are the request's prompt; an answer that moved has more.
         tokens: generated so far.
         logprobs: the tokens' log probabilities, if wanted.
         finish: why the answer has ended; unspecified while the answer continues.
@@ -41,6 +47,8 @@ class EngineAnswer:
     prompt: EnginePrompt
     changed: Callable[["EngineAnswer"], None]
     told_cached: Callable[[int], None]
+    thinking: ThinkingBudget | None = None
+    prompt_tokens: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: Logprobs = field(default_factory=Logprobs)
     finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
@@ -50,6 +58,8 @@ class EngineAnswer:
     first_at: float = 0.0
     last_at: float = 0.0
     task: "asyncio.Task[None] | None" = None
+    _history: "array[int]" = field(default_factory=lambda: array("i"))  # with a budget: the prompt and the answer
+    _steady_until: int = 0  # so long a history has no forced token behind
 
     @property
     def over(self) -> bool:
@@ -65,26 +75,10 @@ class EngineAnswer:
             self.task.cancel()
 
     async def _run(self, client: EngineClient) -> None:
-        outputs = client.generate(self.prompt)
         try:
-            while True:
-                async with asyncio.timeout(TOKEN_TIMEOUT_S):
-                    output = await anext(outputs, None)
-                if output is None:
-                    break
-                if output.cached_tokens is not None:
-                    self.told_cached(output.cached_tokens)
-                if not output.token_ids and not output.finish:
-                    continue
-                self.last_at = world.monotonic()
-                self.first_at = self.first_at or self.last_at
-                self.tokens.extend(output.token_ids)
-                self.transfer = output.transfer
-                if output.logprobs is not None:
-                    self.logprobs.extend(output.logprobs)
-                if output.finish:
-                    self.finish = FINISHES[output.finish]
-                self.changed(self)
+            prompt: EnginePrompt | None = self.prompt
+            while prompt is not None:
+                prompt = await self._read(client, prompt)
             if not self.finish:
                 raise Unavailable("the engine ended an answer without a reason")
         except TimeoutError:
@@ -94,8 +88,81 @@ class EngineAnswer:
         except Exception:
             log.exception("an answer of the engine cannot be read")
             self._failed(Internal("a defect: an answer of the engine cannot be read"))
+
+    async def _read(self, client: EngineClient, prompt: EnginePrompt) -> EnginePrompt | None:
+        """Take what the engine generates for a prompt; return what to ask next, or None if the answer is over."""
+        outputs = client.generate(prompt)
+        try:
+            while True:
+                async with asyncio.timeout(TOKEN_TIMEOUT_S):
+                    output = await anext(outputs, None)
+                if output is None:
+                    return None
+                if output.cached_tokens is not None:
+                    self.told_cached(output.cached_tokens)
+                if not output.token_ids and not output.finish:
+                    continue
+                if self._take(output):
+                    return None if self.finish else self._behind_thinking()
         finally:
             await outputs.aclose()
+
+    def _take(self, output: EngineOutput) -> bool:
+        """Take an output; return whether the budget has ended the thinking, so that nothing more of it counts."""
+        forced = None if self.thinking is None else self._forced(output.token_ids)
+        self.last_at = world.monotonic()
+        self.first_at = self.first_at or self.last_at
+        self.transfer = output.transfer
+        if forced is None:
+            self.tokens.extend(output.token_ids)
+            if output.logprobs is not None:
+                self.logprobs.extend(output.logprobs)
+            if output.finish:
+                self.finish = FINISHES[output.finish]
+        else:
+            self.tokens.extend(forced)
+            if len(self.tokens) == self.prompt.max_tokens:
+                self.finish = FINISHES["length"]
+        self.changed(self)
+        return forced is not None
+
+    def _behind_thinking(self) -> EnginePrompt:
+        """What is asked for behind the tokens so far."""
+        done = len(self.tokens)
+        return replace(
+            self.prompt,
+            token_ids=self.prompt.token_ids + self.tokens,
+            max_tokens=self.prompt.max_tokens - done,
+            min_tokens=max(0, self.prompt.min_tokens - done),
+        )
+
+    def _forced(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the next tokens where the budget forces others than the engine's; None = the engine's are right."""
+        if not self._history:
+            self._history.extend(self.prompt.token_ids)
+        for at, token in enumerate(token_ids):
+            if self.thinking is None:
+                break
+            if len(self._history) >= self._steady_until:
+                forced = self.thinking.forced(self._history, self.prompt_tokens)
+                if forced is not None and forced != token:
+                    return [*token_ids[:at], *self._end_of_thinking(self.prompt.max_tokens - len(self.tokens) - at)]
+                free = self.thinking.steady(self._history, self.prompt_tokens)
+                if free is None:  # nothing will be forced
+                    self.thinking = None
+                    break
+                self._steady_until = len(self._history) + free
+            self._history.append(token)
+        return None
+
+    def _end_of_thinking(self, most: int) -> list[int]:
+        """Return the tokens that are forced now, one behind the other."""
+        assert self.thinking is not None
+        found = list[int]()
+        while len(found) < most and (forced := self.thinking.forced(self._history, self.prompt_tokens)) is not None:
+            found.append(forced)
+            self._history.append(forced)
+        return found
 
     def _failed(self, error: MoonpoolError) -> None:
         if not self.finish:  # output behind the last token is ignored
@@ -144,7 +211,8 @@ class EnginePart:
     ) -> EngineAnswer:
         """Begin an answer after the known tokens; `alone`: only the first token is wanted. See `EnginePrompt`."""
         prompt = self._prompt(choice, known, alone=alone, keep=keep, transfer=transfer)
-        found = EngineAnswer(prompt, changed, self.told_cached)
+        sampling = self.incoming.sampling
+        found = EngineAnswer(prompt, changed, self.told_cached, sampling.thinking, sampling.prompt_tokens)
         self.ordered(prompt)
         found.start(self.client)
         return found

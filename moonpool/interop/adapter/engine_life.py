@@ -89,6 +89,9 @@ def identify_loras(listed: Mapping[str, str]) -> dict[bytes, str]:
 class EngineLife:
     """The engine from its start, or the adapter's, to its end.
 
+    Attributes:
+        unsupported: sampling options that are refused by name.
+
     Args:
         client: of the engine.
         facts: of the engine.
@@ -109,6 +112,8 @@ class EngineLife:
     ) -> None:
         self.facts, self.layout = facts, checkpoint.layout(facts.block_size)
         self.namespace = facts.page_namespace if config.kvstores else namespace(checkpoint.fingerprint, self.layout)
+        # An engine of a pair cannot be asked anew: the KV comes for one request.
+        self.unsupported = (*facts.unsupported, *(("thinking_budget",) if config.role != "both" else ()))
         self.client, self._config, self._notify = client, config, notify
         self._checkpoint = checkpoint
         self._loras = loras
@@ -184,9 +189,13 @@ class EngineLife:
             vocab_size=self._checkpoint.config.vocab_size,
             max_tokens=self.facts.max_tokens,
         )
-        for option in incoming.sampling.params.given:
-            if option in self.facts.unsupported:
+        params = incoming.sampling.params
+        for option in params.given:
+            if option in self.unsupported:
                 raise InvalidRequest(f"sequence.sampling.{option}", f"{self.facts.version} behind an adapter has none")
+        if incoming.sampling.thinking is not None and params.logprobs is not None:
+            told = f"{self.facts.version} behind an adapter tells none of the tokens that end the thinking"
+            raise InvalidRequest("sequence.sampling.logprobs", told)
         if incoming.lora and incoming.lora not in self._loras:
             raise InvalidRequest("sequence.lora", f"{self.facts.version} does not serve {spec.lora.name!r}")
         return incoming
@@ -399,7 +408,7 @@ class EngineLife:
             speed=speeds_to_proto(self.speeds.speeds),
             process=world.this_process(),
             kv_domain=domain,
-            unsupported=[*self.facts.unsupported, LORA],
+            unsupported=[*self.unsupported, LORA],
             loras=list(self._loras),
             uses_kvstores=self._config.kvstores,
             arrival_order=True,

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.client.testing import FakeConductor
+from moonpool.base.errors import Internal, Overloaded
+from moonpool.client.testing import FakeConductor, answer
 from tests.unit.gateway.fakes import Answers, answering
 from tests.unit.gateway.test_embeddings import VALUES
 from tests.unit.gateway.test_embeddings import script as embedding_script
@@ -92,6 +93,16 @@ async def test_tools_are_called_and_their_results_sent_back() -> None:
         assert answered["message"]["content"] == SUNNY
         _, calls, told = gateway.fake.requests[-1].chat.messages
         assert [each.id for each in calls.tool_calls] == [told.tool_call_id]
+
+
+async def test_an_error_before_the_stream_is_json() -> None:
+    """With a status and as JSON, though the client asked for lines; behind the first text it is a line."""
+    answers = iter([[Overloaded("full", reason="queue_full", retry_after_s=1.0)], [*answer()[:2], Internal("lost")]])
+    async with answering(FakeConductor(lambda _: next(answers))) as gateway:
+        refused = await post(gateway, "chat", messages=MESSAGES)
+        assert (refused.status_code, refused.headers["content-type"]) == (429, "application/json")
+        assert refused.json() == {"error": "full"}
+        assert lines(await post(gateway, "chat", messages=MESSAGES))[-1] == {"error": "lost"}
 
 
 async def test_embeddings() -> None:
