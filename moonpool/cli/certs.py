@@ -8,11 +8,13 @@ import datetime
 import ipaddress
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -29,11 +31,6 @@ MAX_NAME_CHARS = 64
 _UTC = datetime.UTC
 
 app = typer.Typer()
-
-
-@app.callback()
-def _verbs() -> None:
-    """Make `create` a separate verb."""
 
 
 @app.command()
@@ -62,6 +59,41 @@ def create(
         typer.echo(f"{path}  {granted}  sha256:{fingerprint(path.read_bytes())}")
 
 
+@app.command()
+def renew(
+    folder: Annotated[Path, typer.Argument(help="Where the authority and the certificates lie.")],
+    within_days: Annotated[
+        int, typer.Option(min=0, max=AUTHORITY_DAYS, help="Renew those that end within so many days.")
+    ] = 30,
+    days: Annotated[int, typer.Option(min=1, max=AUTHORITY_DAYS, help="How long the new ones are valid.")] = 365,
+) -> None:
+    """Make certificates that end soon anew: with new keys, for the same roles, names and hosts."""
+    authority = Authority.existing(folder)
+    now, renewed = datetime.datetime.now(_UTC), 0
+    for path in sorted(folder.glob("*.pem")):
+        granted = authority.issued(path)
+        if granted is None or granted.ends > now + datetime.timedelta(days=within_days):
+            continue
+        authority.issue(folder, granted.role, path.stem, granted.hosts, days)
+        renewed += 1
+        typer.echo(f"{path}  {granted.role}  sha256:{fingerprint(path.read_bytes())}")
+    if authority.ends < now + datetime.timedelta(days=days):
+        typer.echo(
+            f"{folder / 'ca.pem'} itself ends on {authority.ends:%Y-%m-%d}: make another authority before", err=True
+        )
+    if not renewed:
+        typer.echo(f"no certificate in {folder} ends within {within_days} days")
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """What a certificate of the authority was made for."""
+
+    role: str
+    hosts: list[str]
+    ends: datetime.datetime
+
+
 class Authority:
     """A certificate authority in a folder."""
 
@@ -86,6 +118,36 @@ class Authority:
             return cls(x509.load_pem_x509_certificate(certificate.read_bytes()), private)
         except (OSError, ValueError) as error:
             raise ConfigError("folder", f"the authority in {folder} cannot be used: {error}") from error
+
+    @classmethod
+    def existing(cls, folder: Path) -> "Authority":
+        """The authority in `folder`.
+
+        Raises:
+            ConfigError: there is none, or its files cannot be used.
+        """
+        if not (folder / "ca.pem").exists():
+            raise ConfigError("folder", f"{folder} has no authority: ca.pem and ca.key")
+        return cls.at(folder)
+
+    @property
+    def ends(self) -> datetime.datetime:
+        """Until when the authority's own certificate is valid."""
+        return self._certificate.not_valid_after_utc
+
+    def issued(self, path: Path) -> Issued | None:
+        """What a certificate file was made for; None if the file is no certificate of this authority for a service."""
+        try:
+            found = x509.load_pem_x509_certificate(path.read_bytes())
+            found.verify_directly_issued_by(self._certificate)
+            names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+            return None
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        role = next((uri.removeprefix(ROLE_URI) for uri in uris if uri.startswith(ROLE_URI)), None)
+        hosts = [name for name in names.get_values_for_type(x509.DNSName) if name != NAME]
+        hosts += map(str, names.get_values_for_type(x509.IPAddress))
+        return None if role is None else Issued(role, hosts, found.not_valid_after_utc)
 
     @classmethod
     def _make(cls, certificate: Path, key: Path) -> "Authority":

@@ -366,9 +366,18 @@ class Detokenizer:
         self._begun = len(prompt_text) - self._shown  # characters that the prompt has begun, and may never end
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take further tokens; returns the text that is final now."""
-        self._window += self._tokenizer.with_text(ids, self._skip_special)
-        text = self._decode(self._window)
+        """Take further tokens; returns the text that is final now, the same however the tokens are cut into calls."""
+        tokens = self._tokenizer.with_text(ids, self._skip_special)
+        text = self._decode(self._window + tokens)
+        if (
+            len(tokens) > 1 and _REPLACEMENT in text[self._shown :]
+        ):  # where a broken character ends depends on each token
+            return "".join([self._take([token], self._decode([*self._window, token])) for token in tokens])
+        return self._take(tokens, text)
+
+    def _take(self, tokens: list[int], text: str) -> str:
+        """Take tokens, which make `text` of the window; returns the text that is final now."""
+        self._window += tokens
         held = text.endswith(_REPLACEMENT) and len(self._window) - self._read < _MAX_HELD_TOKENS
         final = text.rstrip(_REPLACEMENT) if held else text
         new = self._unseen(final)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces
+from moonpool.base.telemetry.spans import CURRENT, OpenSpan
 from moonpool.client import (
     AsyncClient,
     AsyncTokenStream,
@@ -62,6 +63,7 @@ class GenerationResponse:
         self._job = job
         self._formatter = formatter
         self._notes: dict[str, object] = {}  # for the log
+        self._span = OpenSpan("", "", "", 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._notes = served_request(scope).notes
@@ -84,12 +86,20 @@ class GenerationResponse:
 
     async def _attempt(self, reply: AsgiReply) -> ErrorResponse | None:
         """Send the answer. Returns what went wrong, or None."""
-        traceparent.set(self._job.traceparent)  # in the context of this task only
-        with self._metrics.request(self._job.asked_for()) as request_metrics:
+        job = self._job
+        with (
+            CURRENT.get().span(
+                f"generate {job.model_name}", job.traceparent, starts=True, **job.span_attributes()
+            ) as span,
+            self._metrics.request(job.asked_for()) as request_metrics,
+        ):
+            self._span = span
+            traceparent.set(span.traceparent or job.traceparent)  # in the context of this task only
             try:
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
                 request_metrics.failed()
+                span.attributes["error.type"] = type(error).__name__
                 response = error_response(self._job.named_error(error))
                 self._metrics.refused(response.status, response.code or "")
                 self._notes.update(response.notes())
@@ -179,6 +189,15 @@ class GenerationResponse:
         result = _completed_result(tokens)
         request_metrics.finished(result)
         placement, usage, timing = tokens.placement, result.usage, result.timing
+        self._span.attributes |= {
+            "gen_ai.response.finish_reasons": [result.finish_reason],
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.latency.time_to_first_token": timing.ttft_s,
+            "gen_ai.latency.time_in_queue": timing.queue_s,
+            "gen_ai.latency.e2e": timing.e2e_s,
+        }
         self._notes |= {
             "model": self._job.model_name,
             "stream": self._job.stream,

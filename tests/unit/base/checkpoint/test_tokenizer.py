@@ -289,3 +289,20 @@ def test_a_template_from_a_file(folder: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]).text == "mine x"
     with pytest.raises(CheckpointError, match="cannot read"):
         Tokenizer.load(folder, folder / "missing.jinja")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_does_not_depend_on_how_tokens_are_cut_into_calls(seed: int) -> None:
+    """Broken characters among the tokens too: bytes alone, in runs longer than what is held back."""
+    generator = random.Random(seed)
+    whole = TOKENIZER.encode("the tide 🌊 turns — höher", add_special=False)
+    broken = [token for token in range(TOKENIZER.vocab_size) if TOKENIZER.decode([token]) == "\ufffd"]
+    ids = [*whole, *generator.choices(broken, k=40), *whole, *generator.choices([*whole, *broken], k=60), *whole]
+    singly, cut = TOKENIZER.stream(whole), TOKENIZER.stream(whole)
+    expected = "".join([singly.push([token]) for token in ids]) + singly.flush()
+    text, at = "", 0
+    while at < len(ids):
+        size = generator.randrange(1, 20)
+        text += cut.push(ids[at : at + size])
+        at += size
+    assert text + cut.flush() == expected, f"seed {seed}"

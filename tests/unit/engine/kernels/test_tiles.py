@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from moonpool.base.native import build
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind
 from moonpool.engine.kernels.native.library import Library
 from tests.examples import each, pairs
 from tests.unit.engine.kernels.cases import make
 from tests.unit.engine.kernels.test_arranged_weights import arranged, check
 from tests.unit.engine.kernels.test_kv_quantization import attended
+from tests.unit.engine.kernels.test_native import hidden, kinds_of_window
 from tests.unit.engine.kernels.test_packed_products import KINDS, Kind, exactly, packed, rows
 from tests.unit.engine.kernels.test_packed_products import arranged as arranged_packed
 from tests.unit.engine.kernels.tile_model import tile_model
@@ -83,9 +85,23 @@ def test_prompts_attend_to_quantised_kv(stored: torch.dtype, shape: tuple[int, i
     case.check(case.run(scales=scales))
 
 
-@pytest.mark.parametrize("cut", [2, 31, 64])
-def test_a_prompt_cut_anywhere_keeps_its_bits(cut: int, tile_model: Library) -> None:
-    case = make([(70, 300)], heads=7, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_prompts_attend_within_windows(stored: torch.dtype, tile_model: Library) -> None:
+    for kind in kinds_of_window(1, 33, 64, 250):
+        if stored is torch.bfloat16:
+            case, scales = make([(70, 300), (33, 333)], head_dim=32, dtype=stored), None
+        else:
+            case, scales = attended(stored, torch.bfloat16, [70, 33], [300, 333], (2, 32))
+        case = replace(case, kind=kind)
+        if scales is None:
+            hidden(case)
+        case.check(case.run(scales=scales))
+
+
+@pytest.mark.parametrize(("cut", "kind"), pairs([2, 31, 64], [PLAIN, *kinds_of_window(40, 290)]))
+def test_a_prompt_cut_anywhere_keeps_its_bits(cut: int, kind: AttentionKind, tile_model: Library) -> None:
+    case = make([(70, 300)], heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    case = replace(case, kind=kind)
     first = case.run(
         q=case.q[:cut], query_start=torch.tensor([0, cut]).int(), context_lens=torch.tensor([230 + cut]).int()
     )
