@@ -188,11 +188,14 @@ class StepPlanner:
         if len(found) != 1:
             return most
         request = found[0]
-        prefix = request.prefix.cached + request.prefix.loaded
-        if request.prefix.load is not None:
-            prefix = settings.reused_tokens(request.spec.tokens, request.prefix.load.end)
-        work, busy = work_of(request.spec.tokens - prefix, prefix), state.recent.mean_per_s(state.now)
-        return pipelined_step_tokens(state.tracker.speeds, settings.stages, work, most, settings.block_size, busy)
+        if not request.step_tokens:  # once: the prompt's own first step makes the engine busy
+            prefix = request.prefix.cached + request.prefix.loaded
+            if request.prefix.load is not None:
+                prefix = settings.reused_tokens(request.spec.tokens, request.prefix.load.end)
+            work, busy = work_of(request.spec.tokens - prefix, prefix), state.recent.mean_per_s(state.now)
+            speeds, size = state.tracker.speeds, settings.block_size
+            request.step_tokens = pipelined_step_tokens(speeds, settings.stages, work, most, size, busy)
+        return request.step_tokens
 
     def _give_window_blocks(self, request: PrefillRequest, part: SequenceSlice) -> bool:
         """Give window blocks to a slice's blocks; make the slice shorter if they do not suffice.
