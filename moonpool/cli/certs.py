@@ -1,7 +1,8 @@
 """`moonpool certs`: a local certificate authority, for clusters that have no other.
 
-Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check, and hosts for
-others' programs. The role is a URI, and the common name is the instance's or tenant's name.
+Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check. Roles that
+only call have no such name, and prove no server. Hosts are for others' programs. The role is a URI, and the common
+name is the instance's or tenant's name.
 """
 
 import datetime
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.roles import ROLE_URI, ROLES, fingerprint
+from moonpool.base.rpc.roles import CLIENTS, ROLE_URI, ROLES, fingerprint
 from moonpool.base.rpc.tls import NAME
 
 AUTHORITY_DAYS = 3650
@@ -173,15 +174,19 @@ class Authority:
         if name in ("ca", "") or len(name) > MAX_NAME_CHARS or "/" in name:
             raise ConfigError("name", f"must be a file's name of at most {MAX_NAME_CHARS} characters, and not ca")
         private = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.UniformResourceIdentifier(ROLE_URI + role)]
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(ROLE_URI + role), *map(_host, hosts)]
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if role not in CLIENTS:
+            names.append(x509.DNSName(NAME))
+        if role not in CLIENTS or hosts:
+            usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         made = (
             _builder(_common_name(name), self._certificate.subject, private, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([*names, *map(_host, hosts)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(_usage(certificates=False), critical=True)
-            .add_extension(usages, critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(authority_key, critical=False)
             .sign(self._key, hashes.SHA256())
         )

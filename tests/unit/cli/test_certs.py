@@ -5,9 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from moonpool.base.rpc.roles import ROLES, fingerprint
+from moonpool.base.rpc.roles import CLIENTS, ROLES, fingerprint
 from moonpool.cli.certs import Authority, app
 
 
@@ -35,6 +37,20 @@ def test_openssl_accepts_it(tmp_path: Path) -> None:
     authority, mine = str(tmp_path / "ca.pem"), str(tmp_path / "decode.pem")
     command = ["openssl", "verify", "-CAfile", authority, "-verify_hostname", "a.example", mine]
     subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_roles_that_serve_prove_a_server(role: str, tmp_path: Path) -> None:
+    """A tenant's certificate must not stand for a conductor. A gateway serves HTTPS where hosts are given."""
+    for hosts in ([], ["gateway.example"]):
+        create(tmp_path, "--role", role, *(word for host in hosts for word in ("--host", host)))
+        made = x509.load_pem_x509_certificate((tmp_path / f"{role}.pem").read_bytes())
+        names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        usages = made.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        serves = role not in CLIENTS
+        assert names.get_values_for_type(x509.DNSName) == [*hosts, *(["moonpool"] if serves else [])]
+        assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) == (serves or bool(hosts))
+        assert ExtendedKeyUsageOID.CLIENT_AUTH in usages
 
 
 @pytest.mark.parametrize(
