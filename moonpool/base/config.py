@@ -288,6 +288,11 @@ class ServiceConfig(BaseSettings):
     spans_dir: Path | None = Field(
         None, description="folder for recorded spans, one file <id>.jsonl per process; default: no recording"
     )
+    otlp_traces_endpoint: str = Field(
+        "",
+        description="URL of an OpenTelemetry collector for the spans of requests, by OTLP over HTTP, such as "
+        "http://collector:4318/v1/traces; needs the extra `otel`; default: none are sent",
+    )
     metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
     )

@@ -30,6 +30,7 @@ from moonpool.base.scheduling.fair_share import may_admit
 from moonpool.base.scheduling.sessions import MAX_SESSION_S
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.telemetry.trace_context import TRACEPARENT, traceparent
 from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.core.conductor_core import ConductorCore
@@ -55,7 +56,8 @@ TELL_MARGIN = 0.1
 """The same as a share of short time limits."""
 REPLACED_CALL_S = 1.0
 """Seconds until a call ends, after another call of the same client has taken the request over."""
-TRACEPARENT = "traceparent"
+DEMANDS_S = 0.1
+"""Seconds for which what the pools have to do is not computed again: a scrape asks six times."""
 
 
 class ConductorServicer:
@@ -79,6 +81,8 @@ class ConductorServicer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._demands: tuple[PoolDemand, PoolDemand] | None = None
+        self._demands_at = 0.0
         self.picker_address = ""
         """Where proxies ask for engines; "" = nowhere."""
         self.served = 0
@@ -124,7 +128,10 @@ class ConductorServicer:
             self._reports.refused(request_id, request.tenant, error.reason, str(error))
             raise
         try:
-            with self._spans.span("generate", request=request_id, **_trace(context)):
+            parent = _traceparent(context)
+            told = {TRACEPARENT: parent} if parent else {}
+            with self._spans.span("generate", parent, starts=True, request=request_id, **told) as span:
+                traceparent.set(span.traceparent or parent)
                 if call.stream is not None:
                     await self._send(call, call.stream, deadline, context)
                 else:
@@ -366,8 +373,11 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def demands(self) -> tuple[PoolDemand, PoolDemand]:
-        """What prefill and decode have to do now."""
-        return demands(self.core, self._clock())
+        """What prefill and decode have to do now; one answer for all metrics of a scrape."""
+        now = self._clock()
+        if self._demands is None or now - self._demands_at >= DEMANDS_S:
+            self._demands, self._demands_at = demands(self.core, now), now
+        return self._demands
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -487,9 +497,9 @@ def _resumes(message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> 
     return same and message.resume.count > stream.resumes
 
 
-def _trace(context: _GenerateContext) -> dict[str, object]:
-    """Return the client's trace context, in OpenTelemetry's form."""
-    return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}
+def _traceparent(context: _GenerateContext) -> str:
+    """Return the client's trace context, in OpenTelemetry's form; "" for none."""
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
 
 
 CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (

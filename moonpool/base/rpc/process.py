@@ -19,7 +19,7 @@ from moonpool.base.config import ServiceConfig, check_free
 from moonpool.base.errors import CheckpointError, ConfigError, Mismatch, Unavailable
 from moonpool.base.rpc.tuning import hand_freed_memory_back, tune_gc, tune_grpc, tune_malloc
 from moonpool.base.telemetry import logs
-from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.telemetry.spans import CURRENT, Recorder, SpanExporter
 from moonpool.v1 import kv_pb2
 
 _PR_SET_PDEATHSIG = 1
@@ -181,9 +181,10 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
                 check_free(address, setting)
         path = config.spans_dir / f"{config.id or name}.jsonl" if config.spans_dir else None
         try:
-            spans = Recorder(config.id or name, path)
+            spans = Recorder(config.id or name, path, _exporter(config, name))
         except OSError as error:
             raise ConfigError("spans_dir", f"cannot write {path}: {error.strerror}") from error
+        CURRENT.set(spans)
         with contextlib.closing(spans), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(
                 _supervise(main, ProcessContext(config.id or name, spans, out), config.drain_s, after_drain_s)
@@ -192,6 +193,15 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
         return _exit_code(name, exc)
     finally:
         sys.stdout = out
+
+
+def _exporter(config: ServiceConfig, name: str) -> SpanExporter | None:
+    """Where spans of traces go; None: nowhere."""
+    if not config.otlp_traces_endpoint:
+        return None
+    from moonpool.base.telemetry.otlp import OtlpExporter  # the extra `otel`
+
+    return OtlpExporter(config.otlp_traces_endpoint, name, config.id or name)
 
 
 async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drain_s: float) -> int:
