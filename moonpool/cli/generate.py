@@ -62,7 +62,7 @@ def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json
         sys.stdout.write(_logprob_lines("prompt", result.prompt_logprobs))
         for index, choice in enumerate(result.choices):
             sys.stdout.write(_logprob_lines(f"answer {index}", choice.logprobs))
-        typer.echo(usage_line(result), err=True)
+        typer.echo(whole_words(usage_line(result), sys.stderr), err=True)
 
 
 def _can_stream(sampling: SamplingParams) -> bool:
@@ -208,7 +208,7 @@ def serving_address(model: str, engines: Engines = "auto") -> Iterator[str]:
         asked = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_SIZE, engines=engines)
         plan, chosen = decide_engines(asked, one_client=True)
         if chosen:
-            print(chosen, file=sys.stderr)
+            print(whole_words(chosen, sys.stderr), file=sys.stderr)
         yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 
@@ -239,7 +239,7 @@ def run_chat_turn(conversation: Conversation, text: str, out: TextIO, err: TextI
         MoonpoolError: there is no answer.
     """
     result = conversation.ask(text, out)
-    print("[stopped]" if result is None else usage_line(result), file=err)
+    print("[stopped]" if result is None else whole_words(usage_line(result), err), file=err)
 
 
 def typed_lines() -> Iterator[str]:

@@ -38,7 +38,9 @@ app = typer.Typer()
 
 def _stop_start(number: int, frame: FrameType | None) -> None:
     """End a start at once, with a word."""
-    typer.echo("\nstopping", err=True)
+    from moonpool.cli.interrupts import tell
+
+    tell("stopping")
     signal.default_int_handler(number, frame)
 
 

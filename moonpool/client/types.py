@@ -200,7 +200,7 @@ class Choice:
     text: str
     finish_reason: FinishReason
     score: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     """All tokens' log probabilities, if `SamplingParams.logprobs` asks for them."""
 
 
@@ -222,7 +222,7 @@ class GenerateResult:
     """All answers, by number."""
     resumes: int = 0
     """How many times the stream lost the conductor or the connection and was resumed."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     """The first answer's `Choice.logprobs`."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """The prompt tokens' log probabilities, if `SamplingParams.prompt_logprobs` asks for them. The first token has

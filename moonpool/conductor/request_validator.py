@@ -298,7 +298,6 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) ->
         case "text":
             field = "prompt"
             require(field, message.text != "", "must not be empty")
-            _check_chars(field, len(message.text), served)
             _check_longer(field, message.text, served)
             tokens = array("i", served.tokenizer.encode(message.text))
         case "tokens":
@@ -308,7 +307,8 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) ->
         case "chat":
             field = "messages"
             require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
-            _check_chars(field, chat_chars(message.chat), served)
+            too_large = served.tokenizer.is_too_large(chat_chars(message.chat), served.max_tokens)
+            require(field, not too_large, _too_long(served))
             chat = render_chat(message.chat, served.tokenizer)
             _check_longer(field, chat.text, served)
             tokens = array("i", served.tokenizer.encode_chat(chat))
@@ -328,14 +328,11 @@ def _check_length(field: str, tokens: int, served: ServedModel) -> None:
 
 def _check_longer(field: str, text: str, served: ServedModel) -> None:
     """Refuse a text that is too long before the text costs more than the longest valid text."""
-    longer = served.tokenizer.is_longer(text, served.max_tokens)
-    require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
+    require(field, not served.tokenizer.is_longer(text, served.max_tokens), _too_long(served))
 
 
-def _check_chars(field: str, chars: int, served: ServedModel) -> None:
-    """Refuse text that is too long whatever the tokens are, before tokenising."""
-    limit = served.max_tokens * served.tokenizer.longest_token_chars
-    require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
+def _too_long(served: ServedModel) -> str:
+    return f"the prompt has more than {served.max_tokens} tokens, the model's length"
 
 
 def _read_sampling(

@@ -49,7 +49,10 @@ class GatewayConfig(ServiceConfig):
     )
     conductor: PeerAddresses = Field(
         min_length=1,
-        description="HOST:PORT of the conductor; with several, the gateway uses another conductor when one is lost",
+        description=(
+            "HOST:PORT of the conductor; with several, the gateway spreads requests and uses another conductor "
+            "when one is lost"
+        ),
     )
     model: str = Field(
         description=(

@@ -14,6 +14,7 @@ from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer, architecture_of, model_name, resolve
 from moonpool.base.config import parse_address
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.memory import available_bytes
 from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.tls import Security
@@ -79,7 +80,7 @@ async def application(
     async with AsyncExitStack() as stack:
         threads = TenantTurns(stack.enter_context(world.thread_pool(1, "tokenize")))
         parsing = TenantTurns(stack.enter_context(world.thread_pool(1, "bodies")))
-        rendering = TenantTurns(stack.enter_context(world.thread_pool(1, "markdown")))
+        rendering = TenantTurns(stack.enter_context(world.thread_pool(1, "texts")))
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -200,9 +201,18 @@ def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
     return AllowedHosts([*own, "localhost"], config.allowed_origins, addresses=True)
 
 
+def body_memory(wanted: int, free: int | None) -> int:
+    """Bytes that bodies may take: as set, and half of what the machine or container has left at most."""
+    if free is None or wanted <= free // 2:
+        return wanted
+    most = max(1 << 20, free // 2)
+    log.warning("bodies may take less than body_memory_bytes: half of the free memory", wanted=wanted, most=most)
+    return most
+
+
 def body_reader(config: GatewayConfig, threads: TenantTurns) -> BodyReader:
     """What reads the bodies of a gateway with these settings; `threads` parse large ones."""
-    memory = BodyMemory(config.body_memory_bytes)
+    memory = BodyMemory(body_memory(config.body_memory_bytes, available_bytes()))
     return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads, BodyPace())
 
 
@@ -247,7 +257,7 @@ def gateway_context(
         registry=metrics.registry,
         wall_clock=world.unix_time,
         rendering=rendering,
-        turns=AnswerTurns(),
+        turns=AnswerTurns(rendering, bodies.memory),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),

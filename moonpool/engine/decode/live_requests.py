@@ -10,6 +10,7 @@ from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, Transfer
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory
+from moonpool.base.telemetry.spans import OpenSpan
 from moonpool.engine.decode.core.actions import (
     AnswersRanked,
     ForkSequences,
@@ -245,6 +246,7 @@ class LiveRequest:
         known: for each answer, tokens known behind the first token, and keys of the blocks that these fill.
         gather: the client does not wait for single tokens.
         prompt: the whole prompt that is computed here; None = its KV comes, or a remainder is computed.
+        span: from the promise to the end.
     """
 
     incoming: IncomingRequest
@@ -261,6 +263,7 @@ class LiveRequest:
     known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
     gather: bool = False
     prompt: PromptProgress | None = None
+    span: OpenSpan | None = None
 
     def __post_init__(self) -> None:
         prompt_tokens = self.incoming.sampling.prompt_tokens

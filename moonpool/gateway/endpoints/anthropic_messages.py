@@ -372,7 +372,7 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
     job.prompts = [{"messages": body.to_messages()}]
     job.set_chat_options(body.chat_options())
     tools = body.tool_set()
-    parser = gateway.builder.offer_tools(job, tools)
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, tools))
     marked = _cache_breakpoints(gateway, checked.caller.tenant, body, tools)
     cache = await while_connected(request.receive, marked)
     decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)

@@ -22,6 +22,7 @@ from moonpool.gateway.endpoints.models import served_model_names
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, AnswerToolCall
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
@@ -196,7 +197,7 @@ async def chat(gateway: GatewayContext, request: Request) -> GenerationResponse:
     state = await gateway.cluster.state()
     job = gateway.builder.prepare(checked, state, checked.body.most_tokens(state))
     job.prompts = [{"messages": checked.body.to_messages()}]
-    return _answer(gateway, job, checked.body, is_chat=True)
+    return await _answer(gateway, request, job, checked.body, is_chat=True)
 
 
 async def generate(gateway: GatewayContext, request: Request) -> GenerationResponse:
@@ -209,13 +210,15 @@ async def generate(gateway: GatewayContext, request: Request) -> GenerationRespo
     else:
         system: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
         job.prompts = [{"messages": [*system, {"role": "user", "content": body.prompt}]}]
-    return _answer(gateway, job, body, is_chat=False)
+    return await _answer(gateway, request, job, body, is_chat=False)
 
 
-def _answer(gateway: GatewayContext, job: GenerationJob, body: OllamaBody, *, is_chat: bool) -> GenerationResponse:
+async def _answer(
+    gateway: GatewayContext, request: Request, job: GenerationJob, body: OllamaBody, *, is_chat: bool
+) -> GenerationResponse:
     if "messages" in job.prompts[0]:
         job.set_chat_options(body.chat_options())
-    parser = gateway.builder.offer_tools(job, body.tool_set())
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set()))
     job.stream = body.stream is not False
     return gateway.generate(job, OllamaFormatter(body.model, parser, is_chat=is_chat))
 

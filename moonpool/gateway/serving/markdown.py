@@ -40,7 +40,8 @@ DELIMITERS = (("\\[", "\\]", True), ("\\(", "\\)", False), ("$$", "$$", True), (
 _MARKS = re.compile(r"[\[\]*_~`<!&\\$]")
 _CELL = re.compile(r'<mtd style="([^"]*)"')
 _LANGUAGE = re.compile(r"language-[\w+#.-]{1,32}")
-_ALIGNMENT = re.compile(r"(left|right)( gap)?")
+_SIDE = re.compile(r"left|right|center")
+_ALIGNMENT = re.compile(r"(left|right|center)( gap)?")
 _COLOUR = re.compile(r"[a-z]{1,2}[0-9a-z]?")
 _MATHML: dict[str, set[str]] = {
     **{name: set() for name in ("menclose", "merror", "mn", "mphantom", "mroot", "mrow", "ms", "msqrt", "msub")},
@@ -85,6 +86,8 @@ def _parse_paragraphs(state: StateCore) -> None:
     """Parse what stands within paragraphs, until the text's bound is reached; further paragraphs stay text."""
     left = MAX_INLINE_COST
     for token in state.tokens:
+        if side := _SIDE.search(str(token.attrGet("style") or "")):
+            token.attrs = {"class": side[0]}  # of a column
         if token.type != "inline":
             continue
         cost = len(token.content) * len(_MARKS.findall(token.content))
@@ -217,7 +220,10 @@ def _sanitizer() -> nh3.Cleaner:
             "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
             "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul", *_MATHML,
         },
-        attributes={"a": {"href", "title"}, "code": {"class"}, "ol": {"start"}, "span": {"class"}} | _MATHML,
+        attributes={
+            "a": {"href", "title"}, "code": {"class"}, "ol": {"start"}, "span": {"class"}, "td": {"class"},
+            "th": {"class"},
+        } | _MATHML,
         attribute_filter=_safe_attribute,
         url_schemes={"http", "https", "mailto"},
         url_relative="deny",
@@ -229,5 +235,5 @@ def _safe_attribute(tag: str, name: str, value: str) -> str | None:
     """The value of an attribute; None to leave the attribute out. Classes are a code's language and its colours."""
     if name != "class":
         return value
-    allowed = {"code": _LANGUAGE, "mtd": _ALIGNMENT}.get(tag, _COLOUR)
+    allowed = _LANGUAGE if tag == "code" else _COLOUR if tag == "span" else _ALIGNMENT
     return value if allowed.fullmatch(value) else None

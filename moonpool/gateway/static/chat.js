@@ -115,6 +115,7 @@ function edit(turn) {
   fit();
   byId("cancel").hidden = !turn;
   byId("text-label").textContent = turn ? "Edit: what followed this turn is replaced" : "Your turn";
+  byId("text-label").classList.toggle("unseen", !turn);
   if (turn) byId("text").focus();
 }
 
@@ -225,11 +226,14 @@ async function listen(own, turn, { said, more }, signal) {
     Object.assign(figures, usage && {
       prompt_tokens: usage.prompt_tokens,
       completion_tokens: usage.completion_tokens,
-      cached_tokens: usage.prompt_tokens_details?.cached_tokens,
+      cached_tokens: usage.prompt_tokens_details?.cached_tokens ?? figures.cached_tokens,
     });
     if (!choice) continue;
     const now = performance.now();
-    first ||= now;
+    if (!first) {
+      first = now;
+      located(figures); // so that the figures tell where while the answer comes
+    }
     figures.ttft_s = (first - began) / 1000;
     if (figures.completion_tokens > 1) figures.tpot_s = (now - first) / 1000 / (figures.completion_tokens - 1);
     figures.reason = choice.finish_reason ?? figures.reason;

@@ -177,13 +177,17 @@ async def test_answers_are_rendered_while_they_come() -> None:
     pytest.importorskip("math_core")
     messages = says(GROWING)
     held = HeldCall(messages[:2])
-    calls = Calls(ready(cluster()), iter([held]))
+    fake = ready(cluster())
+    fake.explanations["fake"] = pb.ExplainResponse(placement=pb.Placement(prefill="prefill-1", decode="decode-1"))
+    calls = Calls(fake, iter([held]))
     async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
         await page.fill("#text", "hi")
         await page.press("#text", "Enter")
         said = page.locator("#talk > article").nth(1).locator(".said")
         await said.locator("pre > code span", has_text="print").wait_for()
         assert not held.ended.is_set()
+        note = await page.locator("#talk > article").nth(1).locator(".note").text_content()
+        assert note.startswith("9 prompt tokens · TTFT ")
         assert await said.locator("p > strong").text_content() == "so"
         assert await said.locator("p > math > msup").text_content() == "x2"
         assert await said.locator(".formula > math mtable mtr").count() == 2

@@ -93,6 +93,10 @@ async def html_of(gateway: Answers, text: str) -> str:
         ("3. a\n4. b", '<ol start="3">\n<li>a</li>\n<li>b</li>\n</ol>\n'),
         ("<https://a.b>", '<p><a href="https://a.b" target="_blank" rel="noopener noreferrer">https://a.b</a></p>\n'),
         ("use <div>", "<p>use &lt;div&gt;</p>\n"),
+        (
+            "|a|b|\n|--:|---|",
+            '<table>\n<thead>\n<tr>\n<th class="right">a</th>\n<th>b</th>\n</tr>\n</thead>\n</table>\n',
+        ),
     ],
 )
 async def test_markdown_becomes_html(gateway: Answers, text: str, html: str) -> None:
@@ -131,7 +135,7 @@ async def test_html_of_answers_is_safe(gateway: Answers, text: str) -> None:
     for name, value in tags.attributes:
         assert name in ("href", "title", "target", "rel", "class")
         assert name != "href" or value.startswith("https://a.b")
-        assert name != "class" or re.fullmatch(r"language-\w+", value)
+        assert name != "class" or re.fullmatch(r"language-\w+|right", value)
 
 
 class Tags(HTMLParser):
