@@ -124,6 +124,10 @@ protos: $(DEV_STAMP)  ## regenerate moonpool/v1 from protos/
 bench: $(DEV_STAMP)  ## measure, for hours, into benchmarks/results/ and its page (docs/measuring.md)
 	$(BIN)/python -m benchmarks
 
+processor: $(DEV_STAMP)  ## prove and measure the kernels of this processor beside other engines, into benchmarks/results/ (an hour); after make test-engines with vLLM
+	$(BIN)/python -m pytest -q -rs tests/unit/engine/kernels/test_tiles.py tests/unit/engine/kernels/test_packed_products.py
+	$(BIN)/python -m benchmarks --runs 3 kernels weight_types engine
+
 clients: $(DEV_STAMP)  ## run SDKs, agents and harnesses against the gateway (docs/clients.md); installs them below .clients
 	$(BIN)/python -m tests.clients
 

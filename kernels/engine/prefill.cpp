@@ -5,6 +5,7 @@
 // tiles of KEYS keys at absolute positions with a running softmax (Dao et al., "FlashAttention-2", 2023).
 // A row's arithmetic depends on its own position and the keys' positions only: results do not depend on the batch,
 // nor on where a prompt was cut.
+#include "matrices.h"
 #include "parallel.h"
 #include "pool.h"
 #include "tile_products.h"
@@ -33,6 +34,9 @@ static __attribute__((noinline)) void gemm(const uint32_t* a, int64_t lda, const
                                            int64_t ldc, int k, bool add) {
     vf acc[M][NC];
     for (int i = 0; i < M; i++) for (int j = 0; j < NC; j++) acc[i][j] = add ? load(c + i * ldc + j * W) : (vf){};
+#if defined(MP_BFMMLA)
+    if constexpr (PAIRS) add_by_matrices(acc, a, 4 * lda, b, 4 * ldb, k), k = 0;
+#endif
     for (int p = 0; p < k; p++) {
         vu right[NC];
         for (int j = 0; j < NC; j++) right[j] = load_as<vu>(b + p * ldb + j * W);

@@ -1,8 +1,11 @@
 """Products and attention through the matrix unit's tiles: over the model everywhere, beside AMX where there is AMX."""
 
 import itertools
+import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,12 +60,12 @@ def test_blocks_of_rows(tile_model: Library) -> None:
     check(520, 64, 20, bias=False, gated=False, dtype=torch.bfloat16, counts=(511, 512, 513))
 
 
-BYTES = [kind for kind in KINDS if not kind.floats and kind.group == 32] + [Kind(8, 640, offsets=True)]
+BYTES = [kind for kind in KINDS if not kind.floats and kind.group <= 32] + [Kind(8, 640, offsets=True)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), each(BYTES, [torch.float32, torch.bfloat16]))
 def test_packed_weights_have_the_bits_of_the_formula(kind: Kind, dtype: torch.dtype, tile_model: Library) -> None:
-    """From 16 rows on through tiles; 17 are 8 and 9. Chunks are 20 and, of 640, five pairs of four."""
+    """From 16 rows on through tiles; 17 are 8 and 9, by one copy of the panel. A panel has 20 chunks, or 40."""
     weight, x = (
         packed(70, 1280 if kind.group == 640 else 640, kind),
         rows(40, 1280 if kind.group == 640 else 640, dtype),
@@ -117,6 +120,15 @@ def test_a_nan_stays_in_its_row(tile_model: Library) -> None:
     out = panels.product(x)
     assert out[17].isnan().all()
     assert torch.equal(torch.cat((out[:17], out[18:])), torch.cat((clean[:17], clean[18:])))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction set of x86-64")
+@pytest.mark.parametrize("source", ["multiply", "packed", "prefill"])
+def test_the_instructions_compile_without_such_a_processor(source: str, tmp_path: Path) -> None:
+    flags = [flag for flag in build.flags(AMX) if flag not in ("-O3", "-shared")]
+    command = [build.compiler(), "-O0", *flags, "-c", build.SOURCES / f"{source}.cpp", "-o", tmp_path / "made.o"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_processor_has_the_bits_of_the_model(tile_model: Library) -> None:
