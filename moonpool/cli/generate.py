@@ -208,7 +208,7 @@ def serving_address(model: str, engines: Engines = "auto") -> Iterator[str]:
         asked = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_SIZE, engines=engines)
         plan, chosen = decide_engines(asked, one_client=True)
         if chosen:
-            print(chosen, file=sys.stderr)
+            print(whole_words(chosen, sys.stderr), file=sys.stderr)
         yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 
