@@ -14,7 +14,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist release clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -142,6 +142,9 @@ soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS
 
 nightly: $(DEV_STAMP)  ## seeds that no test has tried, from where the last night ended: storms, damaged files; NIGHTLY_MINUTES=
 	$(BIN)/python -m tools.nightly --minutes $(NIGHTLY_MINUTES)
+
+release: dist  ## after dist: check versions and changelog, write notes, bill of materials and sums beside the wheels
+	$(BIN)/python -m tools.release
 
 dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and try them in an empty environment (docs/install.md)
 	$(BIN)/python -m tools.dist --try $(or $(MODEL),smollm2)
