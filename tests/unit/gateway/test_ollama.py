@@ -117,7 +117,7 @@ async def test_embeddings() -> None:
     ("path", "body", "named"),
     [
         ("chat", {"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
-        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages.0.images.0"),
         ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("embed", {}, "input"),
     ],
