@@ -14,7 +14,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist release clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -124,6 +124,10 @@ protos: $(DEV_STAMP)  ## regenerate moonpool/v1 from protos/
 bench: $(DEV_STAMP)  ## measure, for hours, into benchmarks/results/ and its page (docs/measuring.md)
 	$(BIN)/python -m benchmarks
 
+processor: $(DEV_STAMP)  ## prove and measure the kernels of this processor beside other engines, into benchmarks/results/ (an hour); after make test-engines with vLLM
+	$(BIN)/python -m pytest -q -rs tests/unit/engine/kernels/test_tiles.py tests/unit/engine/kernels/test_packed_products.py
+	$(BIN)/python -m benchmarks --runs 3 kernels weight_types engine
+
 clients: $(DEV_STAMP)  ## run SDKs, agents and harnesses against the gateway (docs/clients.md); installs them below .clients
 	$(BIN)/python -m tests.clients
 
@@ -138,6 +142,9 @@ soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS
 
 nightly: $(DEV_STAMP)  ## seeds that no test has tried, from where the last night ended: storms, damaged files; NIGHTLY_MINUTES=
 	$(BIN)/python -m tools.nightly --minutes $(NIGHTLY_MINUTES)
+
+release: dist  ## after dist: check versions and changelog, write notes, bill of materials and sums beside the wheels
+	$(BIN)/python -m tools.release
 
 dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and try them in an empty environment (docs/install.md)
 	$(BIN)/python -m tools.dist --try $(or $(MODEL),smollm2)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 CALM, HOSTILE = "calm", "hostile"
@@ -145,9 +146,9 @@ async def long_prompts(gateway: Gateway) -> None:
     await gateway.ask("/v1/completions", {"prompt": "a b c d " * 100_000, "max_tokens": 1})
 
 
-async def streamed_scores(gateway: Gateway) -> None:
-    """Many answers with many log probabilities, streamed."""
-    body = chat(n=64, max_tokens=100, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True)
+async def scored_answers(gateway: Gateway, *, stream: bool) -> None:
+    """Many answers with many log probabilities."""
+    body = chat(n=64, max_tokens=100, ignore_eos=True, logprobs=True, top_logprobs=20, stream=stream)
     await gateway.ask("/v1/chat/completions", body)
 
 
@@ -170,7 +171,8 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "Markdown": (markdown, 8),
     "tools": (tools, 4),
     "long prompts": (long_prompts, 4),
-    "streamed log probabilities": (streamed_scores, 1),
+    "log probabilities": (partial(scored_answers, stream=False), 1),
+    "streamed log probabilities": (partial(scored_answers, stream=True), 1),
     "bodies": (bodies, 300),
 }
 """By name: the attack, and the number of concurrent connections."""

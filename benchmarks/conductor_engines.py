@@ -1,7 +1,8 @@
 """Engines that cost next to nothing, so that a conductor alone is measured: they compute nothing.
 
-`python -m benchmarks.conductor_engines --conductor ADDRESS` joins prefill and decode instances from one process. A
-prefill answers with a token at once; a decode gives every sequence a token per step, one message per step.
+`python -m benchmarks.conductor_engines --conductor ADDRESS` joins prefill and decode instances from one process, at one
+conductor or several. A prefill answers with a token at once; a decode gives every sequence a token per step, one
+message per step and conductor.
 """
 
 # ruff: noqa: N802  # methods are named as in the contract
@@ -9,20 +10,22 @@ prefill answers with a token at once; a decode gives every sequence a token per 
 import argparse
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
+from moonpool.base.cluster.join import InstanceBoard, KeyChangeFeed
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.server import Service, serving
 from moonpool.conductor.checkpoint import Checkpoint
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
-TOKEN = 100
+TOKEN = 302
+"""Letters of a word; a token that is no whole character would be held back."""
 BLOCKS = 1 << 20
 STEP_S = 0.01
 LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=16, block_size=64, dtype="float32")
@@ -40,12 +43,30 @@ class FreePrefill:
 
 
 @dataclass(slots=True)
-class Sequence:
-    """A promised sequence: output tokens so far and in all."""
+class RunningSequence:
+    """A promised sequence.
+
+    Attributes:
+        position: output tokens so far.
+        length: output tokens in all.
+        sent: tokens that the conductor has.
+        gather: the conductor takes all tokens at the end.
+    """
 
     position: int
     length: int
-    runs: bool = False
+    sent: int = 1
+    gather: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all tokens are there."""
+        return self.position >= self.length
+
+    @property
+    def due(self) -> bool:
+        """Whether tokens are sent now."""
+        return not self.gather or self.ended
 
 
 class FreeDecode:
@@ -54,44 +75,54 @@ class FreeDecode:
     def __init__(self, instance: kv_pb2.Instance) -> None:
         self._instance = instance
         self._transfers = itertools.count(1)
-        self._sequences: dict[str, Sequence] = {}
+        self._promised: dict[str, RunningSequence] = {}
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: object) -> decode_pb2.ReserveResponse:
         """Always promises."""
-        self._sequences[request.sequence.request_id] = Sequence(1, request.sequence.sampling.max_tokens)
+        self._promised[request.sequence.request_id] = RunningSequence(1, request.sequence.sampling.max_tokens)
         target = kv_pb2.TransferTarget(decode=self._instance, transfer_id=next(self._transfers), generation=1)
         return decode_pb2.ReserveResponse(target=target, lease_s=60.0)
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
-        """Run steps for as long as the conductor listens."""
-        steps = asyncio.create_task(self._steps(context))
+        """Run a conductor's sequences for as long as the conductor listens."""
+        running = dict[str, RunningSequence]()
+        steps = asyncio.create_task(self._steps(running, context))
         try:
             async for request in requests:
-                if request.HasField("start") and request.start.request_id in self._sequences:
-                    self._sequences[request.start.request_id].runs = True
+                if request.HasField("start") and request.start.request_id in self._promised:
+                    start = request.start
+                    sequence = running[start.request_id] = self._promised.pop(start.request_id)
+                    sequence.gather = start.gather
                 elif request.HasField("cancel"):
-                    self._sequences.pop(request.cancel.request_id, None)
+                    self._promised.pop(request.cancel.request_id, None)
+                    running.pop(request.cancel.request_id, None)
         finally:
             steps.cancel()
 
-    async def _steps(self, context: Any) -> None:
+    async def _steps(self, running: dict[str, RunningSequence], context: Any) -> None:
         while True:
             await asyncio.sleep(STEP_S)
-            tokens = [self._step(name, sequence) for name, sequence in list(self._sequences.items()) if sequence.runs]
+            for sequence in running.values():
+                sequence.position += 1
+            tokens = [self._tokens(name, running) for name, sequence in list(running.items()) if sequence.due]
             if tokens:
                 await context.write(decode_pb2.StepsResponse(tokens=tokens))
 
-    def _step(self, name: str, sequence: Sequence) -> decode_pb2.SequenceTokens:
-        position, sequence.position = sequence.position, sequence.position + 1
+    def _tokens(self, name: str, running: dict[str, RunningSequence]) -> decode_pb2.SequenceTokens:
+        sequence = running[name]
+        begin, sequence.sent = sequence.sent, sequence.position
         reason = kv_pb2.FINISH_REASON_UNSPECIFIED
-        if sequence.position >= sequence.length:
+        if sequence.ended:
             reason = kv_pb2.FINISH_REASON_LENGTH
-            del self._sequences[name]
-        return decode_pb2.SequenceTokens(request_id=name, position=position, token_ids=[TOKEN], finish_reason=reason)
+            del running[name]
+        token_ids = [TOKEN] * (sequence.sent - begin)
+        return decode_pb2.SequenceTokens(request_id=name, position=begin, token_ids=token_ids, finish_reason=reason)
 
 
-async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: str, number: int) -> JoinAgent:
-    """Serve an engine and let the engine join until the stack closes."""
+async def join(
+    stack: AsyncExitStack, channels: Channels, conductors: Sequence[str], kind: str, number: int
+) -> list[JoinAgent]:
+    """Serve an engine and let the engine join all conductors until the stack closes."""
     served = Checkpoint.load(str(model_dir())).served()
     instance = kv_pb2.Instance(id=f"{kind}-{number}", epoch=1)
     service: Service
@@ -113,23 +144,25 @@ async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: 
     )
     hello = conductor_pb2.JoinHello(instance=instance, model=model, total_blocks=BLOCKS)
     load = conductor_pb2.LoadReport(free_blocks=BLOCKS, drain_s=0.0)
-    agent = JoinAgent(channels, conductor, InstanceReport(hello, lambda: load, HeldKeys(1, lambda _: ())))
-    task = asyncio.create_task(agent.run(asyncio.Event()))
-    stack.callback(task.cancel)
-    return agent
+    report = InstanceReport(hello, lambda: load, HeldKeys(1, lambda _: ()))
+    board = InstanceBoard(KeyChangeFeed(report.take_events), len(conductors))
+    agents = [JoinAgent(channels, conductor, report, board=board) for conductor in conductors]
+    for agent in agents:
+        stack.callback(asyncio.create_task(agent.run(asyncio.Event())).cancel)
+    return agents
 
 
 async def main() -> None:
     """Join, say so, and serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--conductor", required=True)
+    parser.add_argument("--conductor", required=True, help="HOST:PORT, or several, separated by commas")
     parser.add_argument("--each", type=int, default=4, help="instances of each kind")
     options = parser.parse_args()
     async with AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         for kind, number in itertools.product(("prefill", "decode"), range(options.each)):
-            agent = await join(stack, channels, options.conductor, kind, number)
-            await agent.joined.wait()
+            for agent in await join(stack, channels, options.conductor.split(","), kind, number):
+                await agent.joined.wait()
         print(f"ready: {options.conductor}", flush=True)
         await asyncio.Event().wait()
 

@@ -25,6 +25,7 @@ import httpx2
 
 from benchmarks.frame import Progress, Row, paired, run, spread_of
 from benchmarks.gateway_load import Found
+from benchmarks.processes import cpu_s_of
 from moonpool.base.bundled import model_dir
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
@@ -69,12 +70,6 @@ def pin(pid: int, cores: Sequence[int]) -> None:
         os.sched_setaffinity(int(task.name), cores)
 
 
-def cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def load(kind: str, address: str, options: argparse.Namespace, streams: int, cores: Sequence[int], seed: int) -> Found:
     """One run with clients in a separate process."""
     requests = options.requests if streams > 1 else max(8, options.requests // 8)
@@ -95,9 +90,9 @@ def rounds(options: argparse.Namespace, streams: int, progress: Progress) -> lis
         pin(gateway, [measured])
         for number in range(options.runs):
             sdk = load("sdk", running.address, options, streams, [measured], next(seeds))
-            before = cpu_s(gateway)
+            before = cpu_s_of(gateway)
             through = load("http", running.http_address, options, streams, rest, next(seeds))
-            found.append(Pair(through, cpu_s(gateway) - before, sdk))
+            found.append(Pair(through, cpu_s_of(gateway) - before, sdk))
             rates = f"{through.tokens / through.seconds:.0f} of {sdk.tokens / sdk.seconds:.0f} tokens/s"
             progress(f"round {number + 1} of {options.runs}, {streams} streams: {rates}")
     return found

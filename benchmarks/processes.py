@@ -32,8 +32,7 @@ class Child:
 
     def cpu_s(self) -> float:
         """Processor seconds used so far, all threads."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu_s_of(self._process.pid)
 
     def resident_bytes(self) -> int:
         """Memory it holds, shared memory excepted."""
@@ -64,6 +63,12 @@ def child(module: str, *arguments: str) -> Iterator[Child]:
         yield process
     finally:
         process.stop()
+
+
+def cpu_s_of(pid: int) -> float:
+    """Processor seconds that a process has used so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def own_cpu_s() -> float:

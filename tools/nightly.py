@@ -47,7 +47,10 @@ class Work:
 
 WORKS = (
     Work("storms in virtual time", "-m tests.world.storm --seed {seed} --storms {seeds}", 10),
+    Work("storms in the role both", "-m tests.world.storm --both --seed {seed} --storms {seeds}", 10),
     Work("storms over processes", "-m tests.faults --seed {seed} --storms {seeds}", 1),
+    Work("storms over ranks", "-m tests.faults --ranks 2 --seed {seed} --storms {seeds}", 1),
+    Work("storms over processes in the role both", "-m tests.faults --both --seed {seed} --storms {seeds}", 1),
     Work("files from elsewhere", "-m tests.unit.damaged_files --seed {seed} --count 2000", 1),
     Work("data folders", "-m tests.unit.kvstore.damages --seed {seed} --count {seeds}", 200),
     Work("encrypted data folders", "-m tests.unit.kvstore.damages --encrypted --seed {seed} --count {seeds}", 200),

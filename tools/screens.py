@@ -18,13 +18,30 @@ WAIT_S = 0.2
 LONGEST_WAITS = 900
 HELP = ("--help", "serve --help", "keys create --help")
 """Pages that stay the same from run to run."""
-BEFORE = ("list", "list --all", "show bundled", "ps", "serve llama9", "serve qwen3:0.7b", "generate hello", "keys list")
+BEFORE = (
+    "list",
+    "list --all",
+    "show bundled",
+    "rm nobody",
+    "ps",
+    "health",
+    "serve llama9",
+    "serve qwen3:0.7b",
+    "generate hello",
+    "keys list",
+    "demo bundled",
+    "run bundled 'def main(' --max-tokens 24",
+)
 """Without a stack; wrong uses among them."""
 WHILE = (
     "ps",
     "state",
     "generate 'The moon is' --max-tokens 8",
+    "explain",
     "top --once",
+    "health",
+    "check",
+    "drain nobody",
     "keys create ann --rpm 60",
     "keys list",
     "chat --address nobody",
@@ -51,11 +68,10 @@ class Terminal:
 
     def begin(self, name: str, command: str) -> None:
         """Run `moonpool COMMAND` in a session that stays when the command has ended."""
-        shim = f"exec {shlex.quote(str(self.folder / 'bin' / 'moonpool'))} {command}"
-        # The window stays open behind the command, so that all of it can be read.
-        self.tmux(
-            "new-session", "-d", "-s", name, "-x", str(COLUMNS), "-y", str(LINES), f"sh -c {shlex.quote(shim)}; cat"
-        )
+        run = f"exec {shlex.quote(str(self.folder / 'bin' / 'moonpool'))} {command}"
+        # The window stays open behind the command, also behind Ctrl-C, so that all of it can be read.
+        kept = f"trap : INT; sh -c {shlex.quote(run)}; exec cat"
+        self.tmux("new-session", "-d", "-s", name, "-x", str(COLUMNS), "-y", str(LINES), kept)
 
     def screen(self, name: str) -> str:
         """What the session shows."""
@@ -64,8 +80,12 @@ class Terminal:
     def run(self, name: str, command: str) -> str:
         """What `moonpool COMMAND` has shown when it has ended."""
         self.begin(name, command)
-        self.wait(lambda: self.tmux("display", "-p", "-t", name, "#{pane_current_command}").strip() == "cat")
+        self.wait(lambda: self.ended(name))
         return self.screen(name)
+
+    def ended(self, name: str) -> bool:
+        """Whether the session's command has ended."""
+        return self.tmux("display", "-p", "-t", name, "#{pane_current_command}").strip() == "cat"
 
     def wait(self, done: object) -> None:
         """Wait until a function returns true."""
@@ -78,19 +98,24 @@ class Terminal:
         raise TimeoutError("a command does not end")
 
 
+def shim(folder: Path) -> None:
+    """Write the command that `Terminal` runs: Moonpool of this checkout, whose own files are in the folder."""
+    command = folder / "bin" / "moonpool"
+    command.parent.mkdir()
+    command.write_text(
+        f"#!/bin/sh\nexport PYTHONPATH={shlex.quote(str(ROOT))} XDG_RUNTIME_DIR={folder} XDG_CONFIG_HOME={folder}\n"
+        f"export NO_COLOR=1 HF_HUB_OFFLINE=1\ncd {folder}\n"
+        f"exec {sys.executable} -c \"import sys; sys.argv[0] = 'moonpool'; "
+        f'from moonpool.cli.main import main; main()" "$@"\n'
+    )
+    command.chmod(0o755)
+
+
 def page() -> str:
     """The text of the page, from runs of the verbs."""
     with tempfile.TemporaryDirectory(prefix="screens-") as name:
         folder = Path(name)
-        shim = folder / "bin" / "moonpool"
-        shim.parent.mkdir()
-        shim.write_text(
-            f"#!/bin/sh\nexport PYTHONPATH={shlex.quote(str(ROOT))} XDG_RUNTIME_DIR={name} XDG_CONFIG_HOME={name}\n"
-            f"export NO_COLOR=1 HF_HUB_OFFLINE=1\ncd {name}\n"
-            f"exec {sys.executable} -c \"import sys; sys.argv[0] = 'moonpool'; "
-            f'from moonpool.cli.main import main; main()" "$@"\n'
-        )
-        shim.chmod(0o755)
+        shim(folder)
         terminal = Terminal(folder)
         shown: list[tuple[str, str]] = []
         try:

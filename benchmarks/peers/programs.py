@@ -38,8 +38,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def listening(argv: Sequence[str], port: int, environment: Mapping[str, str]) -> Iterator[None]:
-    """A program for as long as the body runs, which begins when it listens on `port`.
+def listening(
+    argv: Sequence[str], port: int, environment: Mapping[str, str], start_s: float = START_S
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """A program for as long as the body runs, which begins when it listens on `port`, within `start_s` seconds.
 
     Raises:
         RuntimeError: it ended or did not listen; the message ends with its last output.
@@ -47,11 +49,11 @@ def listening(argv: Sequence[str], port: int, environment: Mapping[str, str]) ->
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment))
         try:
-            if not _listens(process, port):
+            if not _listens(process, port, start_s):
                 log.seek(0)
                 tail = log.read()[-2000:].decode(errors="replace")
                 raise RuntimeError(f"{argv[0]} does not listen on port {port}:\n{tail}")
-            yield
+            yield process
         finally:
             process.terminate()
             try:
@@ -61,8 +63,8 @@ def listening(argv: Sequence[str], port: int, environment: Mapping[str, str]) ->
                 process.wait()
 
 
-def _listens(process: "subprocess.Popen[bytes]", port: int) -> bool:
-    until = time.monotonic() + START_S
+def _listens(process: "subprocess.Popen[bytes]", port: int, start_s: float) -> bool:
+    until = time.monotonic() + start_s
     while process.poll() is None and time.monotonic() < until:
         try:
             socket.create_connection((HOST, port), timeout=1.0).close()

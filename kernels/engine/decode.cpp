@@ -1,8 +1,8 @@
 // Decode attention straight out of the paged pool: one query row per sequence, split over the KV length.
 //
-// A task is a split of one sequence: 512 tokens of context at absolute positions, some key/value heads. It attends to its
+// A task is a split of one sequence: 512 tokens of the context from the first seen on, some key/value heads. It attends to its
 // tokens in tiles of 64 with a running softmax (Milakov and Gimelshein 2018; split and reduction as in Dao et al.,
-// "Flash-Decoding", 2023). How a sequence is divided depends only on its length, so its result does not depend on the batch.
+// "Flash-Decoding", 2023). How a sequence is divided depends only on its length and the window, so its result does not depend on the batch.
 //
 //              blocks of the pool (e.g. 16 tokens each, anywhere in memory)
 //            | b7 | b2 | b9 | b4 | b1 | b8 | ...            | b3 |
@@ -138,12 +138,13 @@ INLINE float query(int type, const char* from, fixed* to, int D, float sign) {
 
 // A split's queries in C; its rows start empty.
 template <class C> INLINE void start(const Attention& a, const Split& split, const Running& all, C* queries) {
+    bool sinks = a.sinks && split.begin == a.first_seen(split.item[3] - 1);  // in a sequence's first split
     int G = a.heads / a.kv_heads, D = a.head_dim, bytes = type_bytes[a.q_type], rows = split.heads() * G, stride = query_width(queries, D);
     const char* q = a.q + (split.item[0] * a.q_stride + (int64_t)split.head0 * G * D) * bytes;
     for (int r = 0; r < rows; r++) {
         all.q_scale[r] = query(a.q_type, q + (int64_t)r * D * bytes, queries + r * stride, D, a.scale < 0 ? -1.0f : 1.0f);
-        all.top[r] = -__builtin_inff();
-        store(all.sums + r * W, (vf){});
+        all.top[r] = sinks ? a.sink(split.head0 * G + r) : -__builtin_inff();
+        store(all.sums + r * W, (vf){sinks ? 1.0f : 0.0f});
     }
     memset(all.o, 0, sizeof(float) * rows * all.width);
 }
@@ -224,7 +225,9 @@ INLINE float joined(const Running& row, int64_t count, int64_t apart) {
 template <class C> static int decode(const Attention& a, int threads) {
     int width = padded((const C*)nullptr, a.head_dim), G = a.heads / a.kv_heads;
     int64_t splits = 0;
-    for (int64_t i = 0; i < a.n; i++) splits += (a.items[4 * i + 3] + SPLIT - 1) / SPLIT;
+    auto first_of = [&](int64_t i) { return a.first_seen(a.items[4 * i + 3] - 1); };
+    auto splits_of = [&](int64_t i) { return (a.items[4 * i + 3] - first_of(i) + SPLIT - 1) / SPLIT; };
+    for (int64_t i = 0; i < a.n; i++) splits += splits_of(i);
     // All heads of a token lie together: one task takes as many as leave work for everyone.
     int share = a.kv_heads;
     while (share > 1 && splits * ((a.kv_heads + share - 1) / share) < 8 * threads) share = (share + 1) / 2;
@@ -237,7 +240,7 @@ template <class C> static int decode(const Attention& a, int threads) {
     float* unfinished = (float*)(((uintptr_t)(owner + splits) + 63) & ~(uintptr_t)63);
     first[0] = 0;
     for (int64_t i = 0, at = 0; i < a.n; i++) {
-        first[i + 1] = first[i] + (a.items[4 * i + 3] + SPLIT - 1) / SPLIT;
+        first[i + 1] = first[i] + splits_of(i);
         while (at < first[i + 1]) owner[at++] = i;
     }
     std::atomic<int> failed{0};
@@ -245,7 +248,7 @@ template <class C> static int decode(const Attention& a, int threads) {
     auto split_of = [&](int64_t task) {
         int64_t split = task / shares, i = owner[split];
         const int32_t* item = a.items + 4 * i;
-        int head0 = (int)(task % shares) * share, begin = (int)(split - first[i]) * SPLIT;
+        int head0 = (int)(task % shares) * share, begin = first_of(i) + (int)(split - first[i]) * SPLIT;
         return Split{item, a.tables + item[2] * a.table_stride, begin, begin + SPLIT < item[3] ? begin + SPLIT : item[3],
                      head0, head0 + share < a.kv_heads ? head0 + share : a.kv_heads};
     };

@@ -74,7 +74,7 @@ static __attribute__((noinline)) void sums_of(const int16_t* x, int64_t stride, 
         }
         for (int s = 0; s < S; s++) {
             const int8_t* from = panel + s * pairs * 2 * PANEL;
-            __builtin_prefetch(from + STREAM_AHEAD, 0, 3);
+            __builtin_prefetch(from + STREAM_AHEAD<S>, 0, 3);
             for (int v = 0; v < VECTORS; v++) {
                 vi weight = two_inputs(from + 2 * v * W);
                 for (int i = 0; i < M; i++) acc[s][i][v] += products(weight, row[i]);
@@ -108,10 +108,10 @@ static void look(const Panels& p, const Int8Panels& s, const int16_t* x, int64_t
     for (int at = 0; at < S; at++) for (int i = 0; i < M; i++) looks[i].panel(p, s, panel + at, sums + (at * M + i) * PANEL);
 }
 static void look_at_all(const Panels& p, const Int8Panels& s, const int16_t* x, int64_t stride, int rows, const Look* looks, int threads) {
-    parallel_runs(p.count(), rows == 1 ? STREAMS : 1, threads, [&](int64_t panel, int64_t count) {
+    parallel_runs(p.count(), rows == 1 ? streams : 1, threads, [&](int64_t panel, int64_t count) {
         if (rows == 3) look<3, 1>(p, s, x, stride, looks, panel);
         else if (rows == 2) look<2, 1>(p, s, x, stride, looks, panel);
-        else if (count == 3) look<1, 3>(p, s, x, stride, looks, panel);
+        else if (count == STREAMS) look<1, STREAMS>(p, s, x, stride, looks, panel);
         else for (int64_t i = 0; i < count; i++) look<1, 1>(p, s, x, stride, looks, panel + i);
     });
 }

@@ -4,6 +4,7 @@
 // gives more to several streams. Rows that walk over a panel again and again, as they do without AVX-512, do so part by
 // part, while a part is in the first cache, and each walk fetches its share of the next part.
 #include "ends.h"
+#include "matrices.h"
 #include "packed.h"
 #include "tile_products.h"
 
@@ -23,8 +24,16 @@ static const int64_t BLOCK_BYTES = 6 << 20;  // and of others that stay as they 
 static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores
 
 template <class T> constexpr bool widened() { return !__is_same(T, Read<T>); }
+#if defined(MP_BFMMLA)
+constexpr bool IN_TWOS = true;  // rows of pairs take the registers of an even number of rows
+#else
+constexpr bool IN_TWOS = false;
+#endif
 // Vectors of a panel that M rows take at once, as many as there are registers for their sums.
-template <int M> constexpr int at_once() { return M * VECTORS <= (W == 8 ? 12 : 28) ? (int)VECTORS : (int)MANY; }
+template <class X, int M> constexpr int at_once() {
+    constexpr int rows = IN_TWOS && __is_same(X, bf16) ? (M + 1) / 2 * 2 : M;
+    return rows * VECTORS <= (W == 8 ? 12 : 28) ? (int)VECTORS : (int)MANY;
+}
 
 // ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
 // `ahead`: what is fetched meanwhile, `pace` bytes with each step. `more`: added to the sums that are there.
@@ -69,13 +78,23 @@ static __attribute__((noinline)) void sums_of(const bf16* x, int64_t stride, con
     }
     for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) store(out + i * PANEL + j * W, acc[i][j]);
 }
+#elif defined(MP_BFMMLA)
+template <class T, int M, int NV>
+static __attribute__((noinline)) void sums_of(const bf16* x, int64_t stride, const T* panel, int from, int64_t K,
+                                              const char* ahead, int64_t pace, bool more, float* out) {
+    vf acc[M][NV] = {};
+    out += from * W;
+    if (more) for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) acc[i][j] = load(out + i * PANEL + j * W);
+    add_by_matrices(acc, x, 2 * stride, panel + 2 * from * W, 4 * PANEL, K / 2, ahead, pace);
+    for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) store(out + i * PANEL + j * W, acc[i][j]);
+}
 #endif
 // M rows by `K` inputs of a panel, all vectors; `span`: bytes that are fetched meanwhile, a share with each walk.
 template <class T, int M, class X>
 INLINE void tile_by_part(int rows, const X* x, int64_t stride, const T* part, int64_t K, const char* ahead, int64_t span,
                          bool more, float* out) {
     if constexpr (M > 1) if (rows < M) return tile_by_part<T, M - 1>(rows, x, stride, part, K, ahead, span, more, out);
-    constexpr int NV = at_once<M>();
+    constexpr int NV = at_once<X, M>();
     int64_t share = span * NV / VECTORS, pace = share / (sizeof(X) == 2 ? K / 2 : K);
     for (int from = 0; from < VECTORS; from += NV, ahead += share)
         sums_of<T, M, NV>(x, stride, part, from, K, ahead, pace, more, out);
@@ -90,7 +109,7 @@ static __attribute__((noinline)) void sums_beside(const float* x, const T* panel
         for (int s = 0; s < S; s++) {
             const T* input = panel + s * K * PANEL;
             for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64)
-                __builtin_prefetch((const char*)input + STREAM_AHEAD + line, 0, 3);
+                __builtin_prefetch((const char*)input + STREAM_AHEAD<S> + line, 0, 3);
             for (int j = 0; j < VECTORS; j += 2) {
                 vf weight[2];
                 two_vectors(input, j, weight);
@@ -110,9 +129,7 @@ INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t co
     for (int s = 0; s < S; s++) finish<T>(p, panel + s, 0, 1, sums + s * PANEL, r);
 }
 #if defined(MP_BF16) && !defined(MP_TILES)
-// Memory gives Intel's processors more by two panels side by side, and 1 KB ahead; AMD's want one, and 4 KB (docs/kernels.md).
-static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
-enum { BESIDE_ROWS = 4, BESIDE_AHEAD = 1024 };
+enum { BESIDE_ROWS = 4 };
 // Sums [2][rows][PANEL] of up to M rows by two panels.
 template <int M>
 static __attribute__((noinline)) void rows_beside(int rows, const bf16* x, int64_t stride, const char* panel, int64_t bytes, int64_t K, float* out) {
@@ -123,7 +140,7 @@ static __attribute__((noinline)) void rows_beside(int rows, const bf16* x, int64
         for (int i = 0; i < M; i++) left[i] = (vu)_mm512_set1_epi32(load_as<int32_t>(x + i * stride + k));
         for (int s = 0; s < 2; s++) for (int j = 0; j < VECTORS; j++) {
             const char* from = panel + s * bytes + 4 * j * W;
-            __builtin_prefetch(from + BESIDE_AHEAD, 0, 3);
+            __builtin_prefetch(from + STREAM_AHEAD<2>, 0, 3);
             vu weight = load_as<vu>(from);
             for (int i = 0; i < M; i++) acc[s][i][j] = dot2(acc[s][i][j], weight, left[i]);
         }
@@ -242,7 +259,7 @@ static int walked_product(const Panels& p, const T* x, int64_t stride, int64_t r
     int64_t most = panels * PANEL * K / 32768 + 1;
     if (most < threads) threads = (int)most;
 #if defined(MP_BF16) && !defined(MP_TILES)
-    if constexpr (paired<T>()) if (intel && rows <= BESIDE_ROWS) {
+    if constexpr (paired<T>()) if (streams > 1 && rows <= BESIDE_ROWS) {
         parallel_runs(panels, 2, threads, [&](int64_t task, int64_t count) {
             int64_t panel = begin + task;
             if (count == 1) return block_by_panel<T>(p, x, stride, t, 0, panel, r);
@@ -257,9 +274,9 @@ static int walked_product(const Panels& p, const T* x, int64_t stride, int64_t r
         int64_t last = block + together < t.blocks ? block + together : t.blocks, first_row = t.block_row(block), s = stride;
         const Read<T>* from = readable<Read<T>>(x, s, first_row, t.block_row(last), K, room, threads);
         if (!from) return 1;
-        parallel_runs((last - block) * panels, rows == 1 ? STREAMS : 1, threads, [&](int64_t task, int64_t count) {
+        parallel_runs((last - block) * panels, rows == 1 && !paired<T>() ? streams : 1, threads, [&](int64_t task, int64_t count) {
             int64_t panel = begin + task % panels, its = block + task / panels;
-            if constexpr (STREAMS > 1) if (rows == 1) return row_by_panels<T, STREAMS>(p, from, panel, count, r);
+            if constexpr (STREAMS > 1 && !paired<T>()) if (rows == 1 && streams > 1) return row_by_panels<T, STREAMS>(p, from, panel, count, r);
             block_by_panel<T>(p, from + (t.block_row(its) - first_row) * s, s, t, its, panel, r);
         });
     }
@@ -271,7 +288,7 @@ static int tiled_product(const Panels& p, const bf16* x, int64_t stride, int64_t
     int64_t K = p.inputs, most = panels * PANEL * K / 32768 + 1;
     if (most < threads) threads = (int)most;
     if (rows <= 16) {  // memory is what such products wait for
-        constexpr int AHEAD = 1024;
+        constexpr int AHEAD = STREAM_AHEAD<2>;
         parallel_runs(panels, 2, threads, [&](int64_t task, int64_t count) {
             float sums[2 * 16 * PANEL] __attribute__((aligned(64)));
             int64_t panel = begin + task;

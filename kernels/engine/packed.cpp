@@ -306,73 +306,95 @@ static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t 
 
 #if defined(MP_TILES)
 // ---- the same by tiles of AMX, 16 rows by 16 outputs ----
-// A chunk's sums leave their tile as whole numbers, while the next chunks are multiplied. So the bits are those of
+// A part's sums leave their tile as whole numbers, while the next parts are multiplied. So the bits are those of
 // `packed_sums`, and few rows, which were faster there, stay there.
 enum { TILED_ROWS = 16, TILED_SHAPE = 128 };  // the latter: a number of a shape, see shape_tiles
 
-// Tiles 0 and 1: sums of two chunks; 4 and 5: rows; 6 and 7: weights.
-INLINE TileConfig packed_shape(int rows) {
+// Tiles 0 and 1: sums of two parts; 4 and 5: rows; 6 and 7: weights.
+template <int PART> INLINE TileConfig packed_shape(int rows) {
     TileConfig c = {1};
-    for (int t = 0; t < 8; t++) c.rows[t] = t < 6 ? rows : CHUNK / 4, c.colsb[t] = t / 2 == 2 ? CHUNK : 64;
+    for (int t = 0; t < 8; t++) c.rows[t] = t < 6 ? rows : PART / 4, c.colsb[t] = t / 2 == 2 ? PART : 64;
     return c;
 }
-// A panel's chunks in their order.
-struct Chunks {
+// A panel's parts in their order.
+template <int FORM, int PART> struct PanelParts {
     const Panels& p;
     const char *at, *units, *scales;
-    int64_t groups = 0, chunks = 0;  // that are left, of this block and of this group
-    const uint8_t* next(int64_t bytes) {
-        if (!chunks) {
+    int64_t groups = 0, parts = 0;  // that are left, of this block and of this group
+    PanelParts(const Panels& its, const char* panel) : p(its), at(panel), units(nullptr), scales(nullptr) {}
+    const uint8_t* next() {
+        if (!parts) {
             if (!groups) units = at, at += p.unit_bytes(), groups = p.block / p.group;
             scales = at, at += PANEL * (p.scale_bytes + p.offset_bytes);
-            groups--, chunks = p.group / CHUNK;
+            groups--, parts = p.group / PART;
         }
-        chunks--, at += bytes;
-        return (const uint8_t*)at - bytes;
+        parts--, at += PART_BYTES<FORM, PART>;
+        return (const uint8_t*)at - PART_BYTES<FORM, PART>;
     }
 };
-template <int FORM, bool FULL>  // FULL: 16 rows
-static void packed_by_tiles(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, Ahead ahead, float* out) {
-    constexpr int NV = 16 / W, BYTES_OF = PART_BYTES<FORM, CHUNK>;
+// Whether codes less their zero are signed bytes. Then rows of several tiles share one copy of the panel in signed bytes:
+// codes are unpacked once, and nothing is to be taken off the sums.
+template <int FORM> INLINE bool are_signed(const Panels& p) { return p.zero <= 128 && MOST<FORM> - p.zero <= 127; }
+template <int FORM, int PART> static void unpack_panel(const Panels& p, const char* panel, int64_t count, uint8_t* to) {
+    const Codes table = FORM == TABLE ? table_of(p.table) : (Codes){};
+    PanelParts<FORM, PART> all(p, panel);
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t* part = all.next();
+        for (int q = 0; q < PART / 4; q++) for (int lane = 0; lane < PANEL; lane += W, to += 4 * W) {
+            Codes its = quad<FORM>(part, q, lane, table) - (uint8_t)p.zero;
+            memcpy(to, &its, sizeof its);
+        }
+    }
+}
+template <int FORM, int PART, bool FULL, bool SIGNED>  // FULL: 16 rows; SIGNED: of `unpacked`
+static void packed_by_tiles(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, const uint8_t* unpacked, Ahead ahead, float* out) {
+    constexpr int NV = 16 / W;
     const Number* numbers = x.numbers + row * x.inputs;
     const Part* parts = x.parts + row * x.count;
     const Codes table = FORM == TABLE ? table_of(p.table) : (Codes){};
     alignas(64) int32_t whole[2][2][16][16];
-    alignas(64) uint8_t codes[2][CHUNK / 4][64];
+    alignas(64) uint8_t codes[2][PART / 4][64];
     ahead.pace /= 2;
-    shape_tiles(TILED_SHAPE + rows, [&] { return packed_shape(rows); });
+    shape_tiles(TILED_SHAPE + (PART == CHUNK ? 0 : 32) + rows, [&] { return packed_shape<PART>(rows); });
     for (int lane = 0; lane < PANEL; lane += 16) {
-        Chunks multiplied{p, panel, nullptr, nullptr}, added{p, panel, nullptr, nullptr};
+        PanelParts<FORM, PART> multiplied(p, panel), added(p, panel);
         vf total[16][NV] = {};
-        // Tiles of the chunk's weights: bytes as they lie, others by quads.
-        auto weights = [&](int i, const char*& from, int64_t& stride) __attribute__((always_inline)) {
-            const uint8_t* part = multiplied.next(BYTES_OF);
-            from = (const char*)part + 4 * lane, stride = 4 * PANEL;
+        // A tile of the part's weights: bytes as they lie, others by quads.
+        auto weights = [&](int64_t chunk, const char*& from, int64_t& stride) __attribute__((always_inline)) {
+            stride = 4 * PANEL;
+            if (SIGNED) { from = (const char*)unpacked + chunk * PART * PANEL + 4 * lane; return; }
+            const uint8_t* part = multiplied.next();
+            from = (const char*)part + 4 * lane;
             if (FORM == BYTES) return;
-            for (int q = 0; q < CHUNK / 4; q++) for (int v = 0; v < NV; v++) {
+            auto& to = codes[chunk % 2];
+            for (int q = 0; q < PART / 4; q++) for (int v = 0; v < NV; v++) {
                 Codes its = quad<FORM>(part, q, lane + v * W, table);
-                memcpy(codes[i][q] + 4 * v * W, &its, sizeof its);
+                memcpy(to[q] + 4 * v * W, &its, sizeof its);
             }
-            from = (const char*)codes[i], stride = 64;
+            from = (const char*)to, stride = 64;
         };
         auto multiply = [&](int64_t chunk) __attribute__((always_inline)) {
             const char* from;
             int64_t stride;
             auto& to = whole[chunk / 2 % 2];
-            weights(0, from, stride);
-            tile_zero<0>(), tile_load<4>(numbers + chunk * CHUNK, x.inputs), tile_load<6>(from, stride);
-            tile_bytes<0, 4, 6>(), tile_store<0>(to[0], 64);
+            weights(chunk, from, stride);
+            tile_zero<0>(), tile_load<4>(numbers + chunk * PART, x.inputs), tile_load<6>(from, stride);
+            if (SIGNED) tile_signed_bytes<0, 4, 6>();
+            else tile_bytes<0, 4, 6>();
+            tile_store<0>(to[0], 64);
             if (chunk + 1 == x.count) return;
-            weights(1, from, stride);
-            tile_zero<1>(), tile_load<5>(numbers + (chunk + 1) * CHUNK, x.inputs), tile_load<7>(from, stride);
-            tile_bytes<1, 5, 7>(), tile_store<1>(to[1], 64);
+            weights(chunk + 1, from, stride);
+            tile_zero<1>(), tile_load<5>(numbers + (chunk + 1) * PART, x.inputs), tile_load<7>(from, stride);
+            if (SIGNED) tile_signed_bytes<1, 5, 7>();
+            else tile_bytes<1, 5, 7>();
+            tile_store<1>(to[1], 64);
         };
         multiply(0);
         for (int64_t chunk = 0; chunk < x.count; chunk++) {
             for (int64_t b = 0; b < ahead.pace; b += 64) __builtin_prefetch(ahead.at + b, 0, 2);
             ahead.at += ahead.pace;
             if (chunk % 2 == 0 && chunk + 2 < x.count) multiply(chunk + 2);
-            added.next(BYTES_OF);
+            added.next();
             const auto& sums = whole[chunk / 2 % 2][chunk % 2];
             for (int v = 0; v < NV; v++) {
                 const f16* units = (const f16*)added.units + lane + v * W;
@@ -384,7 +406,7 @@ static void packed_by_tiles(const Panels& p, int rows, const PackedRows& x, int6
                 }
                 auto add = [&](int m) __attribute__((always_inline)) {
                     const Part& its = parts[m * x.count + chunk];
-                    vi sum = load_as<vi>(sums[m] + v * W) - its.less;
+                    vi sum = load_as<vi>(sums[m] + v * W) - (SIGNED ? 0 : its.less);
                     total[m][v] = fused(total[m][v], __builtin_convertvector(sum, vf), scale * its.scale);
                     if (p.offset_bytes) total[m][v] = fused(total[m][v], offset, splat(its.sum));
                 };
@@ -410,7 +432,7 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
     if (!packed.parts) return 1;
     packed.numbers = (Number*)(packed.parts + rows * packed.count);
 #if defined(MP_TILES)
-    bool tiled = PART == CHUNK && rows >= TILED_ROWS;
+    bool tiled = rows >= TILED_ROWS;
 #else
     constexpr bool tiled = false;
 #endif
@@ -419,15 +441,24 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
             quantise_row(x + row * stride, K, PART, p.zero - (tiled ? 0 : ZERO<FORM>), packed.numbers + row * K, packed.parts + row * packed.count);
     });
 #if defined(MP_TILES)
-    if constexpr (PART == CHUNK) if (tiled) {
-        walk_panels<T, TILED_ROWS, TILED_ROWS, TilesInUse>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
-            if (count == TILED_ROWS) packed_by_tiles<FORM, true>(p, count, packed, row, panel, ahead, sums);
-            else packed_by_tiles<FORM, false>(p, count, packed, row, panel, ahead, sums);
+    if (tiled) {
+        std::atomic<int> failed{0};
+        walk_panels<T, TILED_ROWS, TILED_ROWS, TilesInUse>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Turn turn, Ahead ahead, float* sums) {
+            static thread_local Memory copy;
+            uint8_t* unpacked = nullptr;
+            if (turn.of > 1 && are_signed<FORM>(p)) {
+                unpacked = (uint8_t*)copy.get(K * PANEL);
+                if (!unpacked) { failed = 1; return; }
+                if (!turn.at) unpack_panel<FORM, PART>(p, panel, packed.count, unpacked);
+            }
+            auto tile = count == TILED_ROWS ? (unpacked ? packed_by_tiles<FORM, PART, true, true> : packed_by_tiles<FORM, PART, true, false>)
+                                            : (unpacked ? packed_by_tiles<FORM, PART, false, true> : packed_by_tiles<FORM, PART, false, false>);
+            tile(p, count, packed, row, panel, unpacked, ahead, sums);
         });
-        return 0;
+        return failed;
     }
 #endif
-    walk_panels<T, PACKED_ROWS, PACKED_MANY>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
+    walk_panels<T, PACKED_ROWS, PACKED_MANY>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Turn, Ahead ahead, float* sums) {
         packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, panel, ahead, sums);
     });
     return 0;

@@ -140,7 +140,7 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
     split(rows, worth(rows * K, threads), [&](int64_t row, int64_t end) {
         for (; row < end; row++) put_row(own + row * distance, x + row * stride, K);
     });
-    walk_panels<T, FLOAT_ROWS, FLOAT_ROWS>(p, rows, distance * sizeof(C), K / PART, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
+    walk_panels<T, FLOAT_ROWS, FLOAT_ROWS>(p, rows, distance * sizeof(C), K / PART, r, threads, [&](int count, int64_t row, const char* panel, Turn, Ahead ahead, float* sums) {
         float_tile<FLOAT_ROWS, VALUES, PART>(p, count, own + row * distance, distance, panel, ahead, sums);
     });
     return 0;

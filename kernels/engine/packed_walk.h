@@ -10,6 +10,7 @@ enum { PACKED_AHEAD = 4096 };                  // bytes of a panel that a single
 INLINE int64_t unaided_rows(const Panels& p) { return W < 16 ? 0 : p.values == WHOLE && p.bits % 4 == 0 ? 3 : 1; }
 // What a tile fetches meanwhile: `pace` bytes with each part, from `at` on.
 struct Ahead { const char* at; int64_t pace; };
+struct Turn { int64_t at, of; };  // which of a task's tiles one is: a task goes through them in order, in one thread
 
 // c + a * b in one rounding, if the machine can: compilers choose anew in each function whether they join the two.
 INLINE vf fused(vf c, vf a, vf b) {
@@ -30,7 +31,7 @@ INLINE vf scales_at(const char* p, int bytes, int at, vf unit) {
 }
 
 // All rows by the columns of the result, in one tile of at most MOST rows or several of at most MANY; of a row `row_bytes` are
-// read, and a panel has `parts` steps. tile(rows, first row, panel, ahead, sums) gives the sums of one panel, [rows, PANEL].
+// read, and a panel has `parts` steps. tile(rows, first row, panel, turn, ahead, sums) gives the sums of one panel, [rows, PANEL].
 // Each task of a thread has a Scope.
 struct NoScope { ~NoScope() {} };
 template <class T, int MOST, int MANY, class Scope = NoScope, class Tile>
@@ -55,7 +56,7 @@ static void walk_panels(const Panels& p, int64_t rows, int64_t row_bytes, int64_
         for (int64_t tile = first; tile < last; tile++, ahead.at += ahead.pace * parts) {
             int64_t row = rows * tile / tiles;
             int count = (int)(rows * (tile + 1) / tiles - row);
-            tile_of(count, row, weight, ahead, sums);
+            tile_of(count, row, weight, Turn{tile - first, last - first}, ahead, sums);
             finish<T>(p, panel, row, count, sums, r);
         }
     });

@@ -10,8 +10,15 @@
 #include "rows.h"
 
 enum { PANEL = 32, VECTORS = PANEL / W };  // outputs, and vectors of them
-// Panels that one row goes through side by side, and bytes that each is fetched ahead: as was faster (docs/kernels.md).
-enum { STREAMS = W == 8 ? 3 : 1, STREAM_AHEAD = 512 };
+// Panels that one row goes through side by side, and bytes that each is fetched ahead: as was faster (docs/kernels.md). With
+// AVX-512, memory gives Intel's processors more by two panels and 1 KB ahead; AMD's want one.
+enum { STREAMS = W == 8 ? 3 : W == 16 ? 2 : 1 };  // at most
+#if defined(MP_AVX512)
+static const int streams = (__builtin_cpu_init(), __builtin_cpu_is("intel")) ? STREAMS : 1;
+#else
+constexpr int streams = STREAMS;
+#endif
+template <int S> constexpr int STREAM_AHEAD = W == 16 && S > 1 ? 1024 : 512;
 
 // What codes of a packed weight stand for: whole numbers, one of 16 bytes or floats, or floats of 8 bits.
 enum Values { WHOLE = 0, BYTE_TABLE = 1, FLOAT_TABLE = 2, FLOAT_E4M3 = 3, FLOAT_E5M2 = 4 };

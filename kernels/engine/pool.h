@@ -10,6 +10,14 @@ struct Attention {
     const int32_t* items;                                 // [n, 4]: first row, rows, row of the tables, context
     int64_t n; int heads, kv_heads, head_dim, block_size; float scale;
     char* out; int64_t out_stride;                        // in q's type, stride in elements
+    int window, chunked;                                  // tokens that a row sees, its own included, 0: all; whether they begin anew
+    const float* sinks;                                   // [heads] or null: a further score of each head, without a value
+    // The first token that a row at `position` sees.
+    int first_seen(int position) const {
+        int first = !window ? 0 : chunked ? position / window * window : position - window + 1;
+        return first > 0 ? first : 0;
+    }
+    float sink(int head) const { return sinks ? sinks[head] * LOG2E : -__builtin_inff(); }  // as a score of softmax in powers of 2
 };
 static const int type_bytes[] = {4, 2, 2, 1, 1};
 

@@ -5,6 +5,7 @@
 // tiles of KEYS keys at absolute positions with a running softmax (Dao et al., "FlashAttention-2", 2023).
 // A row's arithmetic depends on its own position and the keys' positions only: results do not depend on the batch,
 // nor on where a prompt was cut.
+#include "matrices.h"
 #include "parallel.h"
 #include "pool.h"
 #include "tile_products.h"
@@ -33,6 +34,9 @@ static __attribute__((noinline)) void gemm(const uint32_t* a, int64_t lda, const
                                            int64_t ldc, int k, bool add) {
     vf acc[M][NC];
     for (int i = 0; i < M; i++) for (int j = 0; j < NC; j++) acc[i][j] = add ? load(c + i * ldc + j * W) : (vf){};
+#if defined(MP_BFMMLA)
+    if constexpr (PAIRS) add_by_matrices(acc, a, 4 * lda, b, 4 * ldb, k), k = 0;
+#endif
     for (int p = 0; p < k; p++) {
         vu right[NC];
         for (int j = 0; j < NC; j++) right[j] = load_as<vu>(b + p * ldb + j * W);
@@ -69,30 +73,32 @@ static void gemm_rows(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t
 // Keys and values of one sequence and head. k: strips of [words][STRIP]; v: [keys (or pairs)][head_dim] words.
 struct Arranged { uint32_t* k; uint32_t* v; };
 
-template <bool PAIRS> static void arrange(const Attention& a, const int32_t* item, int head, int strip, Arranged to) {
+// Of strip `strip` of the sequence, which is strip `at` of what is arranged.
+template <bool PAIRS> static void arrange(const Attention& a, const int32_t* item, int head, int strip, int at, Arranged to) {
     int D = a.head_dim, words = PAIRS ? D / 2 : D, bt = a.block_size, context = item[3];
     int row = D * type_bytes[a.kv_type];
     const int32_t* table = a.tables + item[2] * a.table_stride;
     uint32_t k[256], v[256];
-    uint32_t* keys = to.k + (int64_t)strip * words * STRIP;
+    uint32_t* keys = to.k + (int64_t)at * words * STRIP;
+    int seen = a.first_seen(context - item[1]);  // the first token that the first row sees
     for (int i = 0; i < STRIP; i++) {
         int t = strip * STRIP + i;
-        if (t < context) {
+        if (t < context && t >= seen) {
             int64_t block = table[t / bt];
             const char *from = a.kv + block * a.block_stride + 2 * head * a.plane_stride + t % bt * row, *value = from + a.plane_stride;
             const float* scale = a.scales ? a.scales + block * a.scale_stride + 2 * head * a.scale_plane_stride + t % bt : nullptr;
             float ks = scale ? scale[0] : 1.0f, vs = scale ? scale[a.scale_plane_stride] : 1.0f;
             if (PAIRS) convert(a.kv_type, from, (bf16*)k, D, ks), convert(a.kv_type, value, (bf16*)v, D, vs);
             else convert(a.kv_type, from, (float*)k, D, ks), convert(a.kv_type, value, (float*)v, D, vs);
-        } else {  // weights are 0 there, and so must values be: the pool may hold NaN
+        } else {  // weights are 0 there, and so must values be: the pool may hold NaN, or nothing of this sequence
             memset(k, 0, sizeof k), memset(v, 0, sizeof v);
         }
         for (int w = 0; w < words; w++) keys[w * STRIP + i] = k[w];
         if (PAIRS) {
-            uint16_t* values = (uint16_t*)(to.v + (int64_t)(t / 2) * D) + (t & 1);
+            uint16_t* values = (uint16_t*)(to.v + (int64_t)(at * STRIP + i) / 2 * D) + (t & 1);
             for (int d = 0; d < D; d++) values[2 * d] = ((uint16_t*)v)[d];
         } else {
-            memcpy(to.v + (int64_t)t * D, v, 4 * D);
+            memcpy(to.v + (int64_t)(at * STRIP + i) * D, v, 4 * D);
         }
     }
 }
@@ -105,10 +111,10 @@ struct Room {  // of one thread
     float m[ROWS], l[ROWS];
 };
 
-// Turn scores of keys [from, from + n) into weights, row by row; what lies after a row's own position becomes 0. A score
-// without an order, NaN or infinite, makes the sum NaN, and by that the row's result.
+// Turn scores of keys [from, from + n) into weights, row by row; what a row does not see, behind its own position or before
+// its window, becomes 0. Scores start at key `from + before`. A score without an order, NaN or infinite, makes the sum NaN, and by that the row's result.
 template <bool PAIRS>
-static void softmax(const Attention& a, Room& r, int rows, int G, int position, int from, int n) {
+static void softmax(const Attention& a, Room& r, int rows, int G, int position, int from, int before, int n) {
     constexpr int DEGREE = PAIRS ? 4 : 6;
     float scale = __builtin_fabsf(a.scale) * LOG2E;
     int D = a.head_dim, pairs = PAIRS ? KEYS / 2 : KEYS;
@@ -117,12 +123,19 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
         float* weights = (float*)(r.p + (int64_t)i * pairs);
         int seen = position + i / G + 1 - from;
         seen = seen < 0 ? 0 : seen > n ? n : seen;
+        int first = a.first_seen(position + i / G) - from, begin = first > before ? first / W * W : before;
+        if (begin >= seen) {
+            memset((char*)weights + before * (PAIRS ? 2 : 4), 0, (size_t)(n - before) * (PAIRS ? 2 : 4));
+            continue;
+        }
         int full = (seen + W - 1) / W * W;
+        for (int k = begin; k < first; k++) s[k] = -__builtin_inff();
         for (int k = seen; k < full; k++) s[k] = -__builtin_inff();
+        memset((char*)weights + before * (PAIRS ? 2 : 4), 0, (size_t)(begin - before) * (PAIRS ? 2 : 4));
         vf top = splat(-__builtin_inff()), l = {};
-        for (int k = 0; k < full; k += W) top = vmax(top, load(s + k));
+        for (int k = begin; k < full; k += W) top = vmax(top, load(s + k));
         float m = max_of(top) * scale;
-        if (seen && m > r.m[i]) {
+        if (m > r.m[i]) {
             float alpha = exp2v<6>(splat(r.m[i] - m))[0];
             float* o = r.o + (int64_t)i * D;
             for (int d = 0; d < D; d += W) store(o + d, load(o + d) * alpha);
@@ -130,7 +143,7 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
             r.m[i] = m;
         }
         m = r.m[i];
-        for (int k = 0; k < full; k += W) {
+        for (int k = begin; k < full; k += W) {
             vf x = load(s + k) * scale - m;
             if (k + W > seen) x = first_lanes(seen - k) ? x : splat(-__builtin_inff());
             vf e = exp2v<DEGREE>(x);
@@ -143,9 +156,9 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
     }
 }
 
-// Rows [first, first + rows) of one sequence and head (row = token * G + head of the group).
+// Rows [first, first + rows) of one sequence and head (row = token * G + head of the group); `arranged`: the first key that is.
 template <bool PAIRS>
-static void attend(const Attention& a, const int32_t* item, int head, int first, int rows, Arranged kv, Room& r) {
+static void attend(const Attention& a, const int32_t* item, int head, int first, int rows, int arranged, Arranged kv, Room& r) {
     int G = a.heads / a.kv_heads, D = a.head_dim, words = PAIRS ? D / 2 : D, bytes = type_bytes[a.q_type];
     // Tiles begin with whole tokens, see below: row i belongs to token first / G + i / G.
     for (int i = 0; i < rows; i++) {
@@ -154,24 +167,25 @@ static void attend(const Attention& a, const int32_t* item, int head, int first,
         float sign = a.scale < 0 ? -1.0f : 1.0f;
         if (PAIRS) convert(a.q_type, q, (bf16*)(r.q + i * words), D, sign);
         else convert(a.q_type, q, (float*)(r.q + i * words), D, sign);
-        r.m[i] = -__builtin_inff(), r.l[i] = 0;
+        r.m[i] = a.sink(head * G + row % G), r.l[i] = a.sinks ? 1 : 0;
     }
     memset(r.o, 0, sizeof(float) * rows * D);
     int position = item[3] - item[1] + first / G;  // of the first row
     int end = position + (rows - 1) / G + 1;       // keys that any row sees
-    for (int from = 0; from < end; from += KEYS) {
-        int n = end - from < KEYS ? end - from : KEYS;
-        for (int k = 0; k < n; k += STRIP) {
-            const uint32_t* strip = kv.k + (int64_t)(from + k) * words;
+    int first_key = a.first_seen(position) / STRIP * STRIP;  // that any row sees, or of its strip
+    for (int from = first_key / KEYS * KEYS; from < end; from += KEYS) {
+        int n = end - from < KEYS ? end - from : KEYS, before = first_key > from ? first_key - from : 0;
+        for (int k = before; k < n; k += STRIP) {
+            const uint32_t* strip = kv.k + (int64_t)(from + k - arranged) * words;
             gemm_rows<PAIRS>(r.q, words, strip, STRIP, r.s + k, KEYS, rows, words, STRIP, false);
         }
         n = (n + STRIP - 1) / STRIP * STRIP;
-        softmax<PAIRS>(a, r, rows, G, position, from, n);
-        int depth = PAIRS ? n / 2 : n;
-        const uint32_t* values = kv.v + (int64_t)(PAIRS ? from / 2 : from) * D;
+        softmax<PAIRS>(a, r, rows, G, position, from, before, n);
+        int unit = PAIRS ? 2 : 1, depth = (n - before) / unit;
+        const uint32_t* values = kv.v + (int64_t)((from + before - arranged) / unit) * D;
         for (int d = 0; d < D; d += WIDTH) {
             int width = D - d < WIDTH ? D - d : (int)WIDTH;
-            gemm_rows<PAIRS>(r.p, PAIRS ? KEYS / 2 : KEYS, values + d, D, r.o + d, D, rows, depth, width, true);
+            gemm_rows<PAIRS>(r.p + before / unit, KEYS / unit, values + d, D, r.o + d, D, rows, depth, width, true);
         }
     }
     for (int i = 0; i < rows; i++) {
@@ -202,7 +216,7 @@ template <bool PAIRS> static Room* room_of(const Attention& a, Memory& memory) {
     return r;
 }
 
-struct Unit { int64_t item; int head; int64_t strips, tiles, strip0, tile0; Arranged kv; };
+struct Unit { int64_t item; int head, seen; int64_t strips, tiles, strip0, tile0; Arranged kv; };  // seen: strips from this one on
 
 template <bool PAIRS> static int prefill(const Attention& a, int threads) {
     int G = a.heads / a.kv_heads, D = a.head_dim;
@@ -215,7 +229,8 @@ template <bool PAIRS> static int prefill(const Attention& a, int threads) {
         int64_t bytes = 0, strips = 0, tiles = 0;
         for (end = begin; end < all; end++) {
             const int32_t* item = a.items + 4 * (end / a.kv_heads);
-            Unit u{end / a.kv_heads, (int)(end % a.kv_heads), (item[3] + STRIP - 1) / STRIP, (item[1] + tokens - 1) / tokens, strips, tiles, {}};
+            int seen = a.first_seen(item[3] - item[1]) / STRIP;
+            Unit u{end / a.kv_heads, (int)(end % a.kv_heads), seen, (item[3] + STRIP - 1) / STRIP - seen, (item[1] + tokens - 1) / tokens, strips, tiles, {}};
             int64_t more = u.strips * STRIP * D * word_bytes * 2;
             if (end > begin && bytes + more > ARRANGED_BYTES) break;
             bytes += more, strips += u.strips, tiles += u.tiles;
@@ -240,7 +255,8 @@ template <bool PAIRS> static int prefill(const Attention& a, int threads) {
         };
         parallel(strips, threads, [&](int64_t i) {
             Unit u = unit_at(i, [](const Unit& x) { return x.strip0; });
-            arrange<PAIRS>(a, a.items + 4 * u.item, u.head, (int)(i - u.strip0), u.kv);
+            int at = (int)(i - u.strip0);
+            arrange<PAIRS>(a, a.items + 4 * u.item, u.head, u.seen + at, at, u.kv);
         });
         std::atomic<int> failed{0};
         parallel(tiles, threads, [&](int64_t i) {
@@ -256,7 +272,7 @@ template <bool PAIRS> static int prefill(const Attention& a, int threads) {
             int first = (int)tile * tokens * G, rows = item[1] * G - first < tokens * G ? item[1] * G - first : tokens * G;
             // More heads than a tile has rows: in parts, each of one token.
             for (int at = 0; at < rows; at += ROWS)
-                attend<PAIRS>(a, item, u.head, first + at, rows - at < ROWS ? rows - at : ROWS, u.kv, *r);
+                attend<PAIRS>(a, item, u.head, first + at, rows - at < ROWS ? rows - at : ROWS, u.seen * STRIP, u.kv, *r);
         });
         if (failed) return 1;
     }

@@ -29,8 +29,8 @@ inline void tdpbf16ps(float (*c)[16], const uint16_t (*a)[32], const uint16_t (*
         for (int n = 0; n < columns; n++) c[m][n] = plus(c[m][n], plus(even[n], odd[n]));
     }
 }
-// c[rows][columns] += a[rows][4 * quads] b[quads][4 * columns] of whole numbers: TDPBSUD, in any order.
-inline void tdpbsud(int32_t (*c)[16], const int8_t (*a)[64], const uint8_t (*b)[64], int rows, int quads, int columns) {
+// c[rows][columns] += a[rows][4 * quads] b[quads][4 * columns] of whole numbers, in any order: TDPBSUD, TDPBSSD.
+template <class B> inline void tdpb(int32_t (*c)[16], const int8_t (*a)[64], const B (*b)[64], int rows, int quads, int columns) {
     for (int m = 0; m < rows; m++) for (int n = 0; n < columns; n++)
         for (int k = 0; k < 4 * quads; k++) c[m][n] += a[m][k] * b[k / 4][4 * n + k % 4];
 }

@@ -24,9 +24,10 @@ template <int T> INLINE void tile_load(const void* p, int64_t stride) {
 template <int T> INLINE void tile_store(void* p, int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
-// Sums C += rows A by weights B: of bfloat16; of signed bytes by unsigned ones.
+// Sums C += rows A by weights B: of bfloat16; of signed bytes by unsigned ones, or by signed ones.
 template <int C, int A, int B> INLINE void tile_bf16() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 template <int C, int A, int B> INLINE void tile_bytes() { asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+template <int C, int A, int B> INLINE void tile_signed_bytes() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 #else
 #include "tile_model.h"
 
@@ -55,7 +56,8 @@ template <int C, int A, int B> INLINE void tiles_fit() {
     const TileConfig& s = model_tiles.shape; \
     tile_model::F((TC(*)[16])model_tiles.at[C], (const TA(*)[LA])model_tiles.at[A], (const TB(*)[LA])model_tiles.at[B], s.rows[C], s.rows[B], s.colsb[C] / 4)
 template <int C, int A, int B> INLINE void tile_bf16() { TILES_OF(tdpbf16ps, float, uint16_t, 32, uint16_t); }
-template <int C, int A, int B> INLINE void tile_bytes() { TILES_OF(tdpbsud, int32_t, int8_t, 64, uint8_t); }
+template <int C, int A, int B> INLINE void tile_bytes() { TILES_OF(tdpb, int32_t, int8_t, 64, uint8_t); }
+template <int C, int A, int B> INLINE void tile_signed_bytes() { TILES_OF(tdpb, int32_t, int8_t, 64, int8_t); }
 #undef TILES_OF
 #endif
 

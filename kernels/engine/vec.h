@@ -25,7 +25,11 @@
 #if (defined(MP_BF16) && defined(__AMX_BF16__) && defined(__AMX_INT8__)) || defined(MP_TILE_MODEL)
 #define MP_TILES 1
 #endif
-#if defined(MP_BF16) || defined(MP_TILES)
+// ARM's matrices of bf16 (matrices.h).
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define MP_BFMMLA 1
+#endif
+#if defined(MP_BF16) || defined(MP_TILES) || defined(MP_BFMMLA)
 #define MP_PAIRS 1  // bf16 is multiplied in pairs of inputs
 #endif
 #if defined(MP_AVX2)
@@ -303,6 +307,8 @@ INLINE void turn(vu* r) {
 }
 // Sums of 16 pairs of products added to c: the machine's bf16 instruction.
 INLINE vf dot2(vf c, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+#elif defined(MP_BFMMLA)
+INLINE vf dot2(vf c, vu a, vu b) { return (vf)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b); }
 #elif defined(MP_PAIRS)
 INLINE vf dot2(vf c, vu a, vu b) {
     c += (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);

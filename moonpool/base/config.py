@@ -284,9 +284,16 @@ class ServiceConfig(BaseSettings):
         "(letters, digits, '.', '_', '-'); default: made of service, host name and process number",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
-    log_json: bool = Field(False, description="log one JSON object per line, not text for people")
+    log_json: bool = Field(
+        False, description="log one JSON object per line, not text for people; lines on standard output, too"
+    )
     spans_dir: Path | None = Field(
         None, description="folder for recorded spans, one file <id>.jsonl per process; default: no recording"
+    )
+    otlp_traces_endpoint: str = Field(
+        "",
+        description="URL of an OpenTelemetry collector for the spans of requests, by OTLP over HTTP, such as "
+        "http://collector:4318/v1/traces; needs the extra `otel`; default: none are sent",
     )
     metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"

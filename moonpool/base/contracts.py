@@ -31,6 +31,8 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
     message = kv_pb2.Sampling()
     for parameter in fields(params):
         value = getattr(params, parameter.name)
+        if value is parameter.default:  # most are
+            continue
         if parameter.name == "early_stopping":
             value = _EARLY_STOPPING.get(value, value)
         if isinstance(parameter.default, UnsetInt) and value == 0 and not isinstance(value, UnsetInt):

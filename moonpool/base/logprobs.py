@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import eq
+from typing import overload
 
 MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token, at most."""
@@ -77,3 +79,43 @@ class Logprobs:
             likely = slice(at * top, (at + 1) * top)
             pairs = zip(self.top_token_ids[likely], self.top_logprobs[likely], strict=True)
             yield TokenLogprobs(token, logprob, rank, tuple(pairs))
+
+
+class LogprobRows(Sequence[TokenLogprobs]):
+    """Tokens' log probabilities as rows, which are made where they are read: in between, columns take a tenth.
+
+    Args:
+        token_ids: the tokens.
+        logprobs: theirs.
+    """
+
+    def __init__(self, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return len(self._logprobs)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[TokenLogprobs, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+        if isinstance(at, slice):
+            return tuple([self[place] for place in range(len(self))[at]])
+        place = range(len(self))[at]
+        (row,) = self._logprobs.part(place, place + 1).of(self._token_ids[place : place + 1])
+        return row
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return self._logprobs.of(self._token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)})"

@@ -1,24 +1,27 @@
 """`moonpool certs`: a local certificate authority, for clusters that have no other.
 
-Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check, and hosts for
-others' programs. The role is a URI, and the common name is the instance's or tenant's name.
+Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check. Roles that
+only call have no such name, and prove no server. Hosts are for others' programs. The role is a URI, and the common
+name is the instance's or tenant's name.
 """
 
 import datetime
 import ipaddress
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.roles import ROLE_URI, ROLES, fingerprint
+from moonpool.base.rpc.roles import CLIENTS, ROLE_URI, ROLES, fingerprint
 from moonpool.base.rpc.tls import NAME
 
 AUTHORITY_DAYS = 3650
@@ -29,11 +32,6 @@ MAX_NAME_CHARS = 64
 _UTC = datetime.UTC
 
 app = typer.Typer()
-
-
-@app.callback()
-def _verbs() -> None:
-    """Make `create` a separate verb."""
 
 
 @app.command()
@@ -62,6 +60,41 @@ def create(
         typer.echo(f"{path}  {granted}  sha256:{fingerprint(path.read_bytes())}")
 
 
+@app.command()
+def renew(
+    folder: Annotated[Path, typer.Argument(help="Where the authority and the certificates lie.")],
+    within_days: Annotated[
+        int, typer.Option(min=0, max=AUTHORITY_DAYS, help="Renew those that end within so many days.")
+    ] = 30,
+    days: Annotated[int, typer.Option(min=1, max=AUTHORITY_DAYS, help="How long the new ones are valid.")] = 365,
+) -> None:
+    """Make certificates that end soon anew: with new keys, for the same roles, names and hosts."""
+    authority = Authority.existing(folder)
+    now, renewed = datetime.datetime.now(_UTC), 0
+    for path in sorted(folder.glob("*.pem")):
+        granted = authority.issued(path)
+        if granted is None or granted.ends > now + datetime.timedelta(days=within_days):
+            continue
+        authority.issue(folder, granted.role, path.stem, granted.hosts, days)
+        renewed += 1
+        typer.echo(f"{path}  {granted.role}  sha256:{fingerprint(path.read_bytes())}")
+    if authority.ends < now + datetime.timedelta(days=days):
+        typer.echo(
+            f"{folder / 'ca.pem'} itself ends on {authority.ends:%Y-%m-%d}: make another authority before", err=True
+        )
+    if not renewed:
+        typer.echo(f"no certificate in {folder} ends within {within_days} days")
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """What a certificate of the authority was made for."""
+
+    role: str
+    hosts: list[str]
+    ends: datetime.datetime
+
+
 class Authority:
     """A certificate authority in a folder."""
 
@@ -88,6 +121,36 @@ class Authority:
             raise ConfigError("folder", f"the authority in {folder} cannot be used: {error}") from error
 
     @classmethod
+    def existing(cls, folder: Path) -> "Authority":
+        """The authority in `folder`.
+
+        Raises:
+            ConfigError: there is none, or its files cannot be used.
+        """
+        if not (folder / "ca.pem").exists():
+            raise ConfigError("folder", f"{folder} has no authority: ca.pem and ca.key")
+        return cls.at(folder)
+
+    @property
+    def ends(self) -> datetime.datetime:
+        """Until when the authority's own certificate is valid."""
+        return self._certificate.not_valid_after_utc
+
+    def issued(self, path: Path) -> Issued | None:
+        """What a certificate file was made for; None if the file is no certificate of this authority for a service."""
+        try:
+            found = x509.load_pem_x509_certificate(path.read_bytes())
+            found.verify_directly_issued_by(self._certificate)
+            names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+            return None
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        role = next((uri.removeprefix(ROLE_URI) for uri in uris if uri.startswith(ROLE_URI)), None)
+        hosts = [name for name in names.get_values_for_type(x509.DNSName) if name != NAME]
+        hosts += map(str, names.get_values_for_type(x509.IPAddress))
+        return None if role is None else Issued(role, hosts, found.not_valid_after_utc)
+
+    @classmethod
     def _make(cls, certificate: Path, key: Path) -> "Authority":
         private = ec.generate_private_key(ec.SECP256R1())
         subject = _common_name("Moonpool local authority")
@@ -111,15 +174,19 @@ class Authority:
         if name in ("ca", "") or len(name) > MAX_NAME_CHARS or "/" in name:
             raise ConfigError("name", f"must be a file's name of at most {MAX_NAME_CHARS} characters, and not ca")
         private = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.UniformResourceIdentifier(ROLE_URI + role)]
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(ROLE_URI + role), *map(_host, hosts)]
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if role not in CLIENTS:
+            names.append(x509.DNSName(NAME))
+        if role not in CLIENTS or hosts:
+            usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         made = (
             _builder(_common_name(name), self._certificate.subject, private, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([*names, *map(_host, hosts)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(_usage(certificates=False), critical=True)
-            .add_extension(usages, critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(authority_key, critical=False)
             .sign(self._key, hashes.SHA256())
         )

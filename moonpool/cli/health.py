@@ -5,6 +5,7 @@ A container's health check runs this command every few seconds, so the module im
 
 import contextlib
 import http.client
+import sys
 import threading
 import time
 from urllib.parse import urlsplit
@@ -26,29 +27,52 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
     """Ask whether a service serves; with `joined`, also ask a conductor how many instances have joined.
 
     Args:
-        address: "host:port" for any gRPC service, "http://host:port" or "https://host:port" for a gateway.
+        address: "host:port" for any gRPC service, "http://host:port" or "https://host:port" for a gateway; the name of
+            a stack for that stack's conductors, "" for those of the one stack that runs.
         timeout_s: seconds one answer may take.
         wait_s: seconds to retry until the service serves.
         joined: instances that must have joined; 0 = any service will do.
 
     Returns:
         0 if the service serves, else 1.
+
+    Raises:
+        InvalidRequest: naming `address`: as `found_address`.
     """
     deadline = time.monotonic() + wait_s
     pause = threading.Event()
     while True:
+        asked = _asked(address)  # anew: a stack that starts is found when its conductor listens
         try:
-            (_ask_http if address.startswith((HTTP, HTTPS)) else _ask)(address, timeout_s)
+            for each in asked:
+                (_ask_http if each.startswith((HTTP, HTTPS)) else _ask)(each, timeout_s)
             if joined:
-                _count(address, timeout_s, joined)
+                _count(asked, timeout_s, joined)
         except MoonpoolError as error:
             if time.monotonic() >= deadline:
-                typer.echo(str(error), err=True)
+                _say_why(error, is_found=":" not in address)
                 return EXIT_UNHEALTHY
             pause.wait(PAUSE_S)
         else:
-            typer.echo(f"{address} serves" + (f", {joined} instances or more have joined" if joined else ""))
+            serves = f"{', '.join(asked)} serve{'s' if len(asked) == 1 else ''}"
+            typer.echo(serves + (f", {joined} instances or more have joined" if joined else ""))
             return 0
+
+
+def _say_why(error: MoonpoolError, *, is_found: bool) -> None:
+    """Print why a service is not healthy, with a remedy if the user named no address."""
+    from moonpool.cli.whole_words import whole_words
+
+    remedy = "\n`moonpool ps` lists the stacks that run; `moonpool serve MODEL` starts one." if is_found else ""
+    typer.echo(whole_words(f"{error}{remedy}", sys.stderr), err=True)
+
+
+def _asked(address: str) -> list[str]:
+    if ":" in address:
+        return [address]
+    from moonpool.cli.addresses import addresses
+
+    return addresses(address)
 
 
 def _ask(address: str, timeout_s: float) -> None:
@@ -62,8 +86,9 @@ def _ask(address: str, timeout_s: float) -> None:
         try:
             answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            reason = error.details() if isinstance(error, grpc.Call) else str(error)
-            raise Unavailable(f"{address} does not answer: {reason}") from error
+            from moonpool.base.rpc.errors import from_rpc_error
+
+            raise Unavailable(f"{address} does not answer: {from_rpc_error(error)}") from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise Unavailable(f"{address} answers that it is not serving")
 
@@ -84,10 +109,12 @@ def _ask_http(address: str, timeout_s: float) -> None:
         raise Unavailable(f"{address} answers that it is not serving: {text}")
 
 
-def _count(address: str, timeout_s: float, wanted: int) -> None:
+def _count(asked: list[str], timeout_s: float, wanted: int) -> None:
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(asked) as client:
         names = sorted(instance.id for instance in client.cluster_state(timeout_s=timeout_s).instances)
     if len(names) < wanted:
-        raise Unavailable(f"{wanted} instances must have joined {address}, {len(names)} have: {', '.join(names)}")
+        raise Unavailable(
+            f"{wanted} instances must have joined {', '.join(asked)}, {len(names)} have: {', '.join(names)}"
+        )

@@ -77,8 +77,12 @@ def explain(
 def health(
     address: Annotated[
         str,
-        typer.Option(help="A service, HOST:PORT; a gateway, http(s)://HOST:PORT.", envvar="MOONPOOL_ADDRESS"),
-    ] = "127.0.0.1:50051",
+        typer.Option(
+            help="A service, HOST:PORT; a gateway, http(s)://HOST:PORT; a stack. Default: the one stack that runs.",
+            envvar="MOONPOOL_ADDRESS",
+            show_default=False,
+        ),
+    ] = "",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 5.0,
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until the service serves.")] = 0.0,
     joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined (conductor only).")] = 0,

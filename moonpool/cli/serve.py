@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import textwrap
 import threading
@@ -22,6 +21,7 @@ from moonpool.base.kv import native_library
 from moonpool.base.native.build import BuildError, build
 from moonpool.cli.engine_plan import decide_engines, engine_memory, memory_text, tell_memory
 from moonpool.cli.forks import forked_services
+from moonpool.cli.interrupts import STOPPING_NOW, answered_interrupts, tell
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, setting_of
@@ -115,6 +115,7 @@ def started_stack(
     check_ports(plan)
     check_start(plan)
     with contextlib.ExitStack() as running:
+        interrupts = running.enter_context(answered_interrupts())
         with start_progress(console) as progress:
             plan = tell_memory(plan, progress)
             compile_ahead(plan, progress)
@@ -126,9 +127,11 @@ def started_stack(
             stack = LocalStack(
                 plan, on_ready=ready, on_start=lambda service, what, done, of: progress.show(service.id, what, done, of)
             )
+            interrupts.services = stack.services
             running.enter_context(forked_services())  # also for restarts
             running.enter_context(stack)
-        yield stack
+        with interrupts.left_to_body():
+            yield stack
 
 
 def check_ports(plan: StackPlan) -> None:
@@ -202,8 +205,7 @@ def _stop_at_signals(stack: LocalStack) -> threading.Event:
     def stop(*_: object) -> None:
         again = stopping.is_set()
         stopping.set()
-        with contextlib.suppress(OSError):
-            print("stopping now" if again else STOPPING, file=sys.stderr, flush=True)
+        tell(STOPPING_NOW if again else STOPPING)
         if again:
             for service in list(stack.services.values()):
                 service.signal(signal.SIGTERM)

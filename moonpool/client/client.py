@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 
 from google.protobuf.message import Message
 
+from moonpool.base.errors import NotFound
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client import translate
@@ -54,7 +55,8 @@ class AsyncClient:
         """Talk to the conductor at `address`. The client connects on first use.
 
         Args:
-            address: "host:port", or several addresses; the client tries the next if a conductor cannot be reached.
+            address: "host:port", or several addresses: requests are spread over the conductors, a session's requests
+                go to one of them, and the client tries the next if a conductor cannot be reached.
             timeout_s: default time limit for a request, in seconds.
             connect_timeout_s: seconds for which the client retries conductors that cannot be reached.
             resume_timeout_s: seconds for which the client tries to resume a lost stream; 0: never resume.
@@ -69,12 +71,14 @@ class AsyncClient:
             InvalidRequest: no address is given.
             ConfigError: a certificate cannot be read.
         """
-        addresses = [address] if isinstance(address, str) else address
+        addresses = [address] if isinstance(address, str) else list(address)
         if transport is None:
             tls, key = tls or Tls.from_environment(), api_key or os.environ.get("MOONPOOL_API_KEY", "")
             silence_s = silence_s if len(addresses) > 1 else 0.0
             transport = [GrpcTransport(target, tls, key, silence_s) for target in addresses]
-        self._conductors = ConductorList(transport if isinstance(transport, Sequence) else [transport])
+            self._conductors = ConductorList(transport, addresses)
+        else:
+            self._conductors = ConductorList(transport if isinstance(transport, Sequence) else [transport])
         self._timeouts = StreamTimeouts(timeout_s, connect_timeout_s, resume_timeout_s)
         self.contexts = AsyncContexts(self._query)
         """Named contexts: create, list, get, update, delete."""
@@ -171,13 +175,24 @@ class AsyncClient:
         await self._query(translate.unload_lora_adapter(lora_name), timeout_s)
 
     async def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
-        """Return how a request was placed and why.
+        """Return how a request was placed and why. Conductors are asked one after the other until one knows.
 
         Raises:
-            NotFound: the conductor does not know the request, or not any more.
+            NotFound: no conductor knows the request, or not any more.
         """
         request = conductor_pb2.ExplainRequest(request_id=request_id)
-        return translate.explanation(await self._query(request, timeout_s))
+        first, deadline = self._conductors.first, loop_time() + timeout_s
+        unknown: NotFound | None = None
+        for number in [*range(first, len(self._conductors)), *range(first)]:
+            try:
+                return translate.explanation(await self._conductors[number].query(request, remaining_s(deadline)))
+            except NotFound as error:
+                unknown = error
+            except NotConnected:
+                continue
+        if unknown is not None:
+            raise unknown
+        return translate.explanation(await self._query(request, remaining_s(deadline)))
 
     async def update_session(
         self, session: SessionTurn, *, tenant: str = "", timeout_s: float = QUERY_TIMEOUT_S
@@ -190,7 +205,8 @@ class AsyncClient:
             InvalidRequest: a value is wrong; names the field.
         """
         request = conductor_pb2.UpdateSessionRequest(tenant=tenant, session=translate.session_to_proto(session))
-        answer: conductor_pb2.UpdateSessionResponse = await self._query(request, timeout_s)
+        at = self._conductors.choose(tenant, session.id)
+        answer: conductor_pb2.UpdateSessionResponse = await self._query(request, timeout_s, at)
         return answer.found
 
     async def announce(
@@ -257,9 +273,11 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
-    async def _query(self, request: Message, timeout_s: float) -> Any:
+    async def _query(self, request: Message, timeout_s: float, at: int | None = None) -> Any:
+        """Call a conductor's method, first at the conductor that answered last, or at conductor `at`."""
         deadline = loop_time() + timeout_s
-        failover = ConductorFailover(self._conductors, self._timeouts.connect_s)
+        first = self._conductors.first if at is None else at
+        failover = ConductorFailover(self._conductors, self._timeouts.connect_s, first)
         while True:
             try:
                 answer = await failover.transport.query(request, remaining_s(deadline))
@@ -267,6 +285,8 @@ class AsyncClient:
                 await pause_before_retry(failover.failed(), deadline)
             else:
                 failover.found()
+                if at is None:
+                    self._conductors.first = failover.number
                 return answer
 
 

@@ -1,15 +1,19 @@
-"""Trying again: the next conductor after a loss, and pauses before retries."""
+"""Which conductor gets a request, the next one after a loss, and pauses before retries."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from moonpool.base import world
 from moonpool.base.errors import DeadlineExceeded, InvalidRequest
+from moonpool.base.kv.rendezvous import draw
 from moonpool.client.transport import ConductorTransport
 
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
+AVOIDED_S = 5.0
+"""Seconds for which requests go to other conductors first, after a conductor did not take a call."""
 
 
 class ConductorFailover:
@@ -20,13 +24,10 @@ class ConductorFailover:
         number: index of the conductor to try now.
     """
 
-    def __init__(self, conductors: ConductorList, limit_s: float, number: int | None = None) -> None:
-        """Try the conductors with pauses of at most `limit_s` seconds in total.
-
-        `number`: index of the conductor to try first; None: the conductor that answered last.
-        """
+    def __init__(self, conductors: ConductorList, limit_s: float, number: int) -> None:
+        """Try the conductors, conductor `number` first, with pauses of at most `limit_s` seconds in total."""
         self.round = 0
-        self.number = conductors.first if number is None else number
+        self.number = number
         self._conductors = conductors
         self._left = len(conductors)
         self._pauses = backoff_pauses(limit_s)
@@ -38,10 +39,11 @@ class ConductorFailover:
 
     def found(self) -> None:
         """Note that the conductor has answered."""
-        self._conductors.first = self.number
+        self._conductors.answered(self.number)
 
     def failed(self) -> float | None:
-        """Note that the conductor was not reached. Returns the pause before the next attempt; None: give up."""
+        """Note that the conductor did not take the call. Returns the pause before the next attempt; None: give up."""
+        self._conductors.failed(self.number)
         self.number = (self.number + 1) % len(self._conductors)
         self._left -= 1
         if self._left:
@@ -52,16 +54,30 @@ class ConductorFailover:
 
 
 class ConductorList:
-    """All conductors' transports, in the order given. The conductor that answered last is tried first.
+    """All conductors' transports, in the order given, and which of them a call tries first.
+
+    Requests are spread: a request goes to the conductor with the fewest open requests of this client, among equals to
+    the one that has got the fewest. A session's requests go to one conductor, which knows the session; which one
+    follows from the session's name and the conductors' names alone, so all clients agree. A conductor that did not take
+    a call is passed over for `AVOIDED_S`, then gets one request as a trial. Other calls, such as of the cluster's
+    state, go to the conductor that answered such a call last.
+
+    Attributes:
+        first: index of the conductor for calls that are no requests.
 
     Raises:
         InvalidRequest: the list is empty.
     """
 
-    def __init__(self, transports: Sequence[ConductorTransport]) -> None:
+    def __init__(self, transports: Sequence[ConductorTransport], names: Sequence[str] = ()) -> None:
+        """`names`: by which clients with other lists know the conductors, such as addresses; "0", "1" by default."""
         if not transports:
             raise InvalidRequest("address", "at least one conductor must be given")
         self._transports = transports
+        self._names = names or [str(number) for number in range(len(transports))]
+        self._open = [0] * len(transports)
+        self._begun = [0] * len(transports)
+        self._avoided_until: dict[int, float] = {}
         self.first = 0
 
     def __len__(self) -> int:
@@ -69,6 +85,39 @@ class ConductorList:
 
     def __getitem__(self, number: int) -> ConductorTransport:
         return self._transports[number]
+
+    def choose(self, tenant: str = "", session: str = "") -> int:
+        """Return the conductor that a request tries first."""
+        numbers = range(len(self))
+        if len(self) == 1:
+            return 0
+        now = world.monotonic()
+        willing = [number for number in numbers if self._avoided_until.get(number, now) <= now] or numbers
+        if session:
+            key = f"{tenant}\0{session}".encode()
+            chosen = max(willing, key=lambda number: draw(key, self._names[number]))
+        else:
+            chosen = min(willing, key=lambda number: (self._open[number], self._begun[number]))
+        if chosen in self._avoided_until:  # a trial: others pass by until it has answered
+            self._avoided_until[chosen] = now + AVOIDED_S
+        return chosen
+
+    def began(self, number: int) -> None:
+        """A request runs at a conductor, until `ended`."""
+        self._open[number] += 1
+        self._begun[number] += 1
+
+    def ended(self, number: int) -> None:
+        """A request runs there no more."""
+        self._open[number] -= 1
+
+    def answered(self, number: int) -> None:
+        """A conductor has answered."""
+        self._avoided_until.pop(number, None)
+
+    def failed(self, number: int) -> None:
+        """A conductor did not take a call, or was lost."""
+        self._avoided_until[number] = world.monotonic() + AVOIDED_S
 
     async def aclose(self) -> None:
         for transport in self._transports:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from moonpool.base.contracts import logprobs_from_proto
 from moonpool.base.errors import StreamBroken
-from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.logprobs import LogprobRows, Logprobs, TokenLogprobs
 from moonpool.client.translate import from_message
 from moonpool.client.types import (
     Choice,
@@ -44,7 +44,7 @@ class ResultCollector:
         self._point: conductor_pb2.ResumePoint | None = None
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
         self._text: defaultdict[int, list[str]] = defaultdict(list)
-        self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._logprobs: defaultdict[int, Logprobs] = defaultdict(Logprobs)
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._new_prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # no event has had these
         self._embedding: tuple[float, ...] = ()
@@ -127,8 +127,13 @@ class ResultCollector:
             raise StreamBroken(f"expected token {len(tokens)} of the answer, got {delta.position}")
         tokens.extend(delta.token_ids)
         self._text[delta.choice].append(delta.text)
-        logprobs = _logprobs(delta.logprobs, delta.token_ids) if delta.HasField("logprobs") else ()
-        self._logprobs[delta.choice].extend(logprobs)
+        logprobs = tuple[TokenLogprobs, ...]()
+        if delta.HasField("logprobs"):
+            found, before = _logprobs(delta.logprobs, delta.token_ids), self._logprobs[delta.choice]
+            if before and found and before.top != found.top:
+                raise StreamBroken(f"{found.top} likely tokens beside each follow {before.top}")
+            before.extend(found)
+            logprobs = tuple(found.of(delta.token_ids))
         prompt_logprobs, self._new_prompt_logprobs = self._new_prompt_logprobs, ()
         return TokenEvent(
             delta.position,
@@ -148,10 +153,14 @@ class ResultCollector:
                 "".join(self._text[index]),
                 _FINISH.get(end.reason, "cancelled"),
                 end.score if end.HasField("score") else None,
-                tuple(self._logprobs[index]),
+                self._scored(index),
             )
             for index, end in enumerate(ends)
         )
+
+    def _scored(self, choice: int) -> Sequence[TokenLogprobs]:
+        found = self._logprobs.get(choice)
+        return LogprobRows(self._tokens[choice], found) if found else ()
 
     def _finished(self, finished: conductor_pb2.Finished) -> GenerateResult:
         last, choices = from_message(Placement, finished.placement), self._choices(finished)
@@ -173,8 +182,8 @@ class ResultCollector:
         )
 
 
-def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Each token's log probabilities.
+def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> Logprobs:
+    """Log probabilities of tokens.
 
     Raises:
         StreamBroken: their number does not match the tokens.
@@ -182,7 +191,7 @@ def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[Token
     found = logprobs_from_proto(message)
     if len(found) != len(token_ids) or not found.consistent:
         raise StreamBroken(f"the log probabilities are not those of {len(token_ids)} tokens")
-    return tuple(found.of(token_ids))
+    return found
 
 
 def _floats(values: bytes) -> tuple[float, ...]:
@@ -197,4 +206,4 @@ def _floats(values: bytes) -> tuple[float, ...]:
 
 
 def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
-    return _logprobs(message.logprobs, message.token_ids[1:])
+    return tuple(_logprobs(message.logprobs, message.token_ids[1:]).of(message.token_ids[1:]))

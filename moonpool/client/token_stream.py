@@ -79,7 +79,8 @@ class AsyncTokenStream:
         self._timeouts = timeouts
         self._on_placed = on_placed
         self._collector = ResultCollector()
-        self._failover = ConductorFailover(conductors, timeouts.connect_s)
+        self._failover = ConductorFailover(conductors, timeouts.connect_s, 0)
+        self._running_at: int | None = None
         self._state = StreamState.NEW
         self._call: GenerateCall | None = None
         self._cut_short: conductor_pb2.GenerateResponse | None = None
@@ -141,6 +142,11 @@ class AsyncTokenStream:
 
     async def _events(self) -> AsyncIterator[TokenEvent]:
         deadline = loop_time() + self._timeouts.request_s
+        self._failover = ConductorFailover(
+            self._conductors,
+            self._timeouts.connect_s,
+            self._conductors.choose(self._request.tenant, self._request.session.id),
+        )
         try:
             while self._state is not StreamState.CANCELLED:
                 try:
@@ -174,17 +180,29 @@ class AsyncTokenStream:
                 raise  # otherwise the error is the effect of `cancel`
         finally:
             self._enter(StreamState.ENDED)
+            self._run_at(None)
             if self._call is not None:
                 self._call.cancel()
 
     def _is_cut_short(self, message: conductor_pb2.GenerateResponse) -> bool:
         """Whether a draining conductor has ended the answer early, so that another conductor may resume the answer."""
+        if not message.HasField("finished"):
+            return False
         reasons = message.finished.reason, *[end.reason for end in message.finished.choices]
         if kv_pb2.FINISH_REASON_CANCELLED not in reasons:
             return False
         return len(self._conductors) > 1 and self._collector.resumable and self._timeouts.resume_s > 0.0
 
+    def _run_at(self, number: int | None) -> None:
+        """Count the request at the conductor that has it now; None: at none."""
+        if self._running_at is not None:
+            self._conductors.ended(self._running_at)
+        if number is not None:
+            self._conductors.began(number)
+        self._running_at = number
+
     def _start_call(self, timeout_s: float) -> GenerateCall:
+        self._run_at(self._failover.number)
         return self._failover.transport.generate(self._collector.resume(self._request), timeout_s)
 
     def _pause_after(self, error: Unavailable | Overloaded) -> float | None:

@@ -16,6 +16,7 @@ from moonpool.base.rpc.channels import check_health
 from moonpool.base.rpc.connection_monitor import ConnectionMonitor
 from moonpool.base.rpc.errors import DETAIL_KEY, from_rpc_error
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
+from moonpool.base.rpc.tls_diagnosis import tls_trouble
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.v1 import conductor_pb2 as pb
@@ -62,6 +63,10 @@ class GenerateCall(Protocol):
         ...
 
 
+class NotTrusted(Unavailable):
+    """The conductor is there, but one end does not accept the other's certificate, or only one end speaks TLS."""
+
+
 class NotConnected(Unavailable):
     """The conductor could not be reached, or the connection broke before an answer."""
 
@@ -80,23 +85,35 @@ class GrpcTransport:
         send_key = bool(api_key) and tls is not None
         self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if send_key else ()
         self._channel: grpc.aio.Channel | None = None
+        self._made: Any = None  # the channel's stub
+        self._reached = False  # some call was answered, so that certificates fit
         self._monitor = ConnectionMonitor(self._check_health, silence_s)
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
-        return _GrpcCall(
-            self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key), self._monitor
-        )
+        call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key)
+        return _GrpcCall(call, self._answered)
 
     async def query(self, request: Message, timeout_s: float) -> Any:
         call = getattr(self._stub(), type(request).__name__.removesuffix("Request"))(
             request, timeout=timeout_s, metadata=self._key
         )
-        return await _await_answer(self._monitor, call.cancel, call)
+        return await self._answered(call.cancel, call)
+
+    async def _answered(self, give_up: Callable[[], object], answer: Awaitable[Response]) -> Response:
+        """As `_await_answer`; a connection that certificates prevent raises NotTrusted, with the cause."""
+        try:
+            answered = await _await_answer(self._monitor, give_up, answer)
+        except NotConnected:
+            if not self._reached and (cause := await tls_trouble(self._address, self._tls)):
+                raise NotTrusted(cause) from None
+            raise
+        self._reached = True
+        return answered
 
     async def aclose(self) -> None:
         """Close the channel, which cancels open calls."""
         await self._monitor.aclose()
-        channel, self._channel = self._channel, None
+        channel, self._channel, self._made = self._channel, None, None
         if channel is not None:
             await channel.close()
 
@@ -106,7 +123,9 @@ class GrpcTransport:
         return self._channel
 
     def _stub(self) -> Any:
-        return ConductorServiceStub(self._connected())
+        if self._made is None:
+            self._made = ConductorServiceStub(self._connected())
+        return self._made
 
     async def _check_health(self, timeout_s: float) -> None:
         await check_health(self._connected(), timeout_s)
@@ -121,15 +140,15 @@ class GrpcTransport:
 class _GrpcCall:
     """A call of Generate. An iterator, not a generator: an abandoned iterator needs no cleanup by the event loop."""
 
-    def __init__(self, call: Any, monitor: ConnectionMonitor) -> None:
+    def __init__(self, call: Any, answered: Callable[[Callable[[], object], Awaitable[Any]], Awaitable[Any]]) -> None:
         self._call = call
-        self._monitor = monitor
+        self._answered = answered
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
-        message: object = await _await_answer(self._monitor, self._call.cancel, self._call.read())
+        message: object = await self._answered(self._call.cancel, self._call.read())
         if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
         return message

@@ -69,19 +69,24 @@ class ChoiceOutput:
 
     def extend(self, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> conductor_pb2.TokenDelta | None:
         """Append tokens up to the choice's end; return the client's message, None for no news."""
-        position, text = len(self.tokens), ""
+        position, text, unspelled = len(self.tokens), "", array("i")
         for token_id in token_ids:
             if self.finish:
                 break
             self.tokens.append(token_id)
             if self._request.ends_with(token_id, len(self.tokens)):
                 self.finish = STOP  # the end token has no text
-            else:
-                text += self._spell(token_id)
-                if self._stop.stopped:
-                    self.finish = STOP
-                elif len(self.tokens) >= self._request.spec.max_tokens:
-                    self.finish = LENGTH
+                continue
+            unspelled.append(token_id)
+            if self._request.stops:  # the token that completes a stop string is the last
+                text += self._spell(unspelled)
+                unspelled = array("i")
+            if self._stop.stopped:
+                self.finish = STOP
+            elif len(self.tokens) >= self._request.spec.max_tokens:
+                self.finish = LENGTH
+        if unspelled:
+            text += self._spell(unspelled)
         if self.finish:
             text += self._held_back_text()
         taken = self.tokens[position:]
@@ -156,10 +161,13 @@ class ChoiceOutput:
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
-    def _spell(self, token_id: int) -> str:
-        """Return the text that is certain with the next token. Stop strings count from `min_tokens` on."""
-        self._spelled += 1
-        text = self._detokenizer.push(array("i", (token_id,)))
+    def _spell(self, token_ids: array[int]) -> str:
+        """Return the text that is certain with the next tokens. Stop strings count from `min_tokens` on.
+
+        With stop strings, tokens come one by one.
+        """
+        self._spelled += len(token_ids)
+        text = self._detokenizer.push(token_ids)
         return self._stop.push(text) if self._spelled >= self._request.sampling.min_tokens else text
 
     def _held_back_text(self) -> str:

@@ -11,6 +11,7 @@ from moonpool.base.errors import InvalidRequest, StreamBroken, Unavailable
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.logprobs import Logprobs
+from moonpool.base.telemetry.trace_context import traceparent
 from moonpool.conductor.choice_output import UNFINISHED, ChoiceOutput
 from moonpool.conductor.core.events import CompletionReason
 from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS, DecodeReservation, RequestSpec, ResumeState
@@ -80,6 +81,7 @@ class GenerateStream:
         self.opening_logprobs: Logprobs | None = None
         self.prompt_unscored = request.spec.scored
         self.history = RequestHistory(request, clock, wall_clock)
+        self._traceparent = traceparent.get()
         self._clock = clock
         self._on_first_token = on_first_token
         self._on_delivered = on_delivered
@@ -101,7 +103,7 @@ class GenerateStream:
     @property
     def tokens(self) -> int:
         """Tokens generated so far, of all choices."""
-        return sum(len(choice.tokens) for choice in self.choices)
+        return sum([len(choice.tokens) for choice in self.choices])
 
     @property
     def finish(self) -> kv_pb2.FinishReason.ValueType:
@@ -121,7 +123,7 @@ class GenerateStream:
 
     @property
     def _new_tokens(self) -> int:
-        return sum(choice.new for choice in self.choices)
+        return sum([choice.new for choice in self.choices])
 
     @property
     def _continued(self) -> array[int]:
@@ -179,7 +181,7 @@ class GenerateStream:
         if self._sequence_spec is None or self._sequence_spec.request_id != sequence:
             generated = self._continued[: self._placed_tokens]
             self._sequence_spec = self.request.sequence(sequence, generated, self.keys, scored=self.prompt_unscored)
-            self._sequence_spec.transient = self._transient
+            self._sequence_spec.transient, self._sequence_spec.traceparent = self._transient, self._traceparent
         return self._sequence_spec
 
     def rehash(self) -> int:

@@ -6,8 +6,10 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 
+from moonpool.base.cluster.proto_conversion import media_to_proto
 from moonpool.base.errors import Overloaded
 from moonpool.base.kv.keys import pack_keys, tokens_to_bytes
+from moonpool.base.kv.media import MediaItem
 from moonpool.conductor.core.prefix_index import PrefixIndex
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -69,10 +71,21 @@ class KVWatchers:
         if instance_id not in self._dropped:
             self._tell(_changed(instance_id, events))
 
-    def named(self, tenant: str, cache_salt: str, tokens: array[int], lora: kv_pb2.LoraAdapter | None) -> None:
-        """What a chain's blocks stand for; `lora` computes them, or the base model."""
+    def named(
+        self,
+        tenant: str,
+        cache_salt: str,
+        tokens: array[int],
+        lora: kv_pb2.LoraAdapter | None,
+        media: Sequence[MediaItem] = (),
+    ) -> None:
+        """What a chain's blocks stand for; `lora` computes them, or the base model. `media`: pictures in it."""
         chain = conductor_pb2.TokenChain(
-            tenant=tenant, cache_salt=cache_salt, token_ids=tokens_to_bytes(tokens), lora=lora
+            tenant=tenant,
+            cache_salt=cache_salt,
+            token_ids=tokens_to_bytes(tokens),
+            lora=lora,
+            media=media_to_proto(media, content=False),
         )
         self._tell(conductor_pb2.WatchKVResponse(chain=chain))
 

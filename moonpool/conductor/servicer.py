@@ -30,6 +30,7 @@ from moonpool.base.scheduling.fair_share import may_admit
 from moonpool.base.scheduling.sessions import MAX_SESSION_S
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.telemetry.trace_context import TRACEPARENT, traceparent
 from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.core.conductor_core import ConductorCore
@@ -55,7 +56,8 @@ TELL_MARGIN = 0.1
 """The same as a share of short time limits."""
 REPLACED_CALL_S = 1.0
 """Seconds until a call ends, after another call of the same client has taken the request over."""
-TRACEPARENT = "traceparent"
+DEMANDS_S = 0.1
+"""Seconds for which what the pools have to do is not computed again: a scrape asks six times."""
 
 
 class ConductorServicer:
@@ -79,10 +81,13 @@ class ConductorServicer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._demands: tuple[PoolDemand, PoolDemand] | None = None
+        self._demands_at = 0.0
         self.picker_address = ""
         """Where proxies ask for engines; "" = nowhere."""
         self.served = 0
         self.resumed = 0
+        self.endpoints_as_picked = self.endpoints_elsewhere = 0
         self.gauges = MetricSet().add(CONDUCTOR_METRICS, self).add(PROCESS_METRICS, None)
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
@@ -90,6 +95,11 @@ class ConductorServicer:
         self._instance.CopyFrom(instance)
         self._joins.conductor.CopyFrom(instance)
         self.cluster.steps.conductor.CopyFrom(instance)
+
+    def endpoint_served(self, as_picked: bool) -> None:
+        """A proxy has told which engine served a request that it asked about."""
+        self.endpoints_as_picked += as_picked
+        self.endpoints_elsewhere += not as_picked
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests. Requests that do not end within `limit_s` seconds end as cancelled."""
@@ -124,7 +134,10 @@ class ConductorServicer:
             self._reports.refused(request_id, request.tenant, error.reason, str(error))
             raise
         try:
-            with self._spans.span("generate", request=request_id, **_trace(context)):
+            parent = _traceparent(context)
+            told = {TRACEPARENT: parent} if parent else {}
+            with self._spans.span("generate", parent, starts=True, request=request_id, **told) as span:
+                traceparent.set(span.traceparent or parent)
                 if call.stream is not None:
                     await self._send(call, call.stream, deadline, context)
                 else:
@@ -193,7 +206,9 @@ class ConductorServicer:
             request = stream.request
             for choice in stream.choices:
                 tokens = request.prompt + choice.tokens
-                self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens, request.lora)
+                self.cluster.watchers.named(
+                    request.spec.tenant, request.cache_salt, tokens, request.lora, request.media
+                )
 
     def _tenants(self) -> Counter[str]:
         return Counter([call.message.tenant for call in self._calls.values()])
@@ -364,8 +379,11 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def demands(self) -> tuple[PoolDemand, PoolDemand]:
-        """What prefill and decode have to do now."""
-        return demands(self.core, self._clock())
+        """What prefill and decode have to do now; one answer for all metrics of a scrape."""
+        now = self._clock()
+        if self._demands is None or now - self._demands_at >= DEMANDS_S:
+            self._demands, self._demands_at = demands(self.core, now), now
+        return self._demands
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -485,9 +503,9 @@ def _resumes(message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> 
     return same and message.resume.count > stream.resumes
 
 
-def _trace(context: _GenerateContext) -> dict[str, object]:
-    """Return the client's trace context, in OpenTelemetry's form."""
-    return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}
+def _traceparent(context: _GenerateContext) -> str:
+    """Return the client's trace context, in OpenTelemetry's form; "" for none."""
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
 
 
 CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
@@ -608,6 +626,16 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     Metric("index_keys", "Block keys in the prefix index.", lambda conductor: len(conductor.core.cluster.index)),
     Metric("decisions", "Recent requests that can be explained.", lambda conductor: conductor.decisions),
     Metric("kv_watchers", "Programs that follow the cluster's KV.", lambda conductor: len(conductor.cluster.watchers)),
+    counter(
+        "endpoints_as_picked_total",
+        "Responses of proxies by the engine that was picked first.",
+        lambda conductor: conductor.endpoints_as_picked,
+    ),
+    counter(
+        "endpoints_elsewhere_total",
+        "Responses of proxies by another engine: the one picked first did not answer the proxy.",
+        lambda conductor: conductor.endpoints_elsewhere,
+    ),
     counter("requests_served_total", "Calls of clients that ended.", lambda conductor: conductor.served),
     counter(
         "requests_resumed_total",

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 
 from moonpool.base.checkpoint import ModelConfig, Tokenizer
 from moonpool.base.checkpoint.config import AnswerRules
+from moonpool.base.cluster.proto_conversion import media_to_proto
 from moonpool.base.contracts import sampling_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, pack_keys, tokens_to_bytes
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.media import MediaItem
+from moonpool.base.pictures.base import PictureRule
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.conductor.core.request_spec import RequestSpec, ResumeState
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -38,6 +41,7 @@ class ValidRequest:
         resume: the client's progress, if the client resumes the request.
         cache_salt: the salt in `chain_root`; "" for none.
         lora: the LoRA adapter in `chain_root`; None = the base model.
+        media: pictures in the prompt, in order.
     """
 
     spec: RequestSpec
@@ -55,6 +59,7 @@ class ValidRequest:
     resume: ResumeRequest | None = None
     cache_salt: str = ""
     lora: kv_pb2.LoraAdapter | None = None
+    media: tuple[MediaItem, ...] = ()
 
     def ends_with(self, token_id: int, generated: int) -> bool:
         """Return whether `token_id`, as the `generated`-th token of a choice, is the choice's regular end."""
@@ -66,9 +71,8 @@ class ValidRequest:
         start = len(known) * self.block_size
         if len(self.prompt) + len(generated) < start + self.block_size:
             return known
-        return known + block_keys(
-            known[-1] if known else self.chain_root, self.prompt[start:] + generated, self.block_size
-        )
+        parent, tokens = known[-1] if known else self.chain_root, self.prompt[start:] + generated
+        return known + block_keys(parent, tokens, self.block_size, self.media, start)
 
     def sequence(
         self, sequence_id: str, generated: array[int], keys: list[BlockKey], *, scored: bool = False
@@ -99,6 +103,7 @@ class ValidRequest:
             priority=self.spec.priority,
             expected_output_tokens=self.spec.expected_tokens,
             weight=self.spec.weight,
+            media=media_to_proto(self.media),
         )
 
 
@@ -123,6 +128,8 @@ class ServedModel:
     """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
     lora: Callable[[str], kv_pb2.LoraAdapter | None] = lambda name: None
     """The LoRA adapter of a name."""
+    pictures: PictureRule | str = ""
+    """What the model makes of pictures; a text says why the model takes none."""
 
 
 @dataclass(frozen=True, slots=True)

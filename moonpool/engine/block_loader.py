@@ -22,6 +22,7 @@ from moonpool.base.kv_transfer.prefix_reader import (
 from moonpool.base.kv_transfer.stored_parts import PrefixReader, WindowLost
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.telemetry.trace_context import traceparent
 from moonpool.base.transport.flow_control import StreamTraffic
 from moonpool.base.transport.peer_clients import PeerClients
 from moonpool.engine.histograms import KVSTORE, PEER, EngineHistograms
@@ -215,14 +216,18 @@ class BlockLoader:
             last_ns = now_ns
             on_layer(layer)
 
-        return await reader.read_prefix(
-            read.keys,
-            on_slice=take,
-            into=target.into,
-            on_layer=layer_done,
-            timeout_s=read.timeout_s,
-            tenant=read.tenant,
-        )
+        known = traceparent.set(self._spans.traceparent_of(read.request))
+        try:
+            return await reader.read_prefix(
+                read.keys,
+                on_slice=take,
+                into=target.into,
+                on_layer=layer_done,
+                timeout_s=read.timeout_s,
+                tenant=read.tenant,
+            )
+        finally:
+            traceparent.reset(known)
 
 
 def _open(open_reader: Callable[[str, ReadMethod], PrefixReader], method: ReadMethod, address: str) -> PrefixReader:

@@ -49,7 +49,10 @@ class GatewayConfig(ServiceConfig):
     )
     conductor: PeerAddresses = Field(
         min_length=1,
-        description="HOST:PORT of the conductor; with several, the gateway uses another conductor when one is lost",
+        description=(
+            "HOST:PORT of the conductor; with several, the gateway spreads requests and uses another conductor "
+            "when one is lost"
+        ),
     )
     model: str = Field(
         description=(
@@ -76,6 +79,11 @@ class GatewayConfig(ServiceConfig):
         (),
         description='origins whose web pages may use the HTTP APIs, for example https://chat.example.com; "*" for '
         "all. Default: none but the gateway's own page",
+    )
+    picture_hosts: Names = Field(
+        (),
+        description="names of hosts from which pictures in requests may be fetched by URL, for example "
+        "images.example.com; default: none, pictures are in the requests themselves",
     )
     api_keys: Path | None = Field(
         None,

@@ -14,6 +14,7 @@ from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer, architecture_of, model_name, resolve
 from moonpool.base.config import parse_address
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.memory import available_bytes
 from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.tls import Security
@@ -43,6 +44,8 @@ from moonpool.gateway.serving.generation_response import AnswerTurns
 from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
+from moonpool.gateway.serving.picture_fetch import PictureFetcher
+from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
 from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -79,7 +82,11 @@ async def application(
     async with AsyncExitStack() as stack:
         threads = TenantTurns(stack.enter_context(world.thread_pool(1, "tokenize")))
         parsing = TenantTurns(stack.enter_context(world.thread_pool(1, "bodies")))
-        rendering = TenantTurns(stack.enter_context(world.thread_pool(1, "markdown")))
+        rendering = TenantTurns(stack.enter_context(world.thread_pool(1, "texts")))
+        looking = TenantTurns(stack.enter_context(world.thread_pool(1, "pictures")))
+        fetching = TenantTurns(stack.enter_context(world.thread_pool(1, "fetch")))
+        pictures = PictureReader(looking, fetching, PictureFetcher(config.picture_hosts))
+        stack.callback(pictures.close)
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -94,6 +101,7 @@ async def application(
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
         handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
+        handlers = replace(handlers, pictures=pictures)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
         stack.push_async_callback(handlers.next_turns.close)
@@ -200,9 +208,18 @@ def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
     return AllowedHosts([*own, "localhost"], config.allowed_origins, addresses=True)
 
 
+def body_memory(wanted: int, free: int | None) -> int:
+    """Bytes that bodies may take: as set, and half of what the machine or container has left at most."""
+    if free is None or wanted <= free // 2:
+        return wanted
+    most = max(1 << 20, free // 2)
+    log.warning("bodies may take less than body_memory_bytes: half of the free memory", wanted=wanted, most=most)
+    return most
+
+
 def body_reader(config: GatewayConfig, threads: TenantTurns) -> BodyReader:
     """What reads the bodies of a gateway with these settings; `threads` parse large ones."""
-    memory = BodyMemory(config.body_memory_bytes)
+    memory = BodyMemory(body_memory(config.body_memory_bytes, available_bytes()))
     return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads, BodyPace())
 
 
@@ -247,7 +264,8 @@ def gateway_context(
         registry=metrics.registry,
         wall_clock=world.unix_time,
         rendering=rendering,
-        turns=AnswerTurns(),
+        pictures=PictureReader(rendering, rendering, PictureFetcher(config.picture_hosts)),
+        turns=AnswerTurns(rendering, bodies.memory),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),

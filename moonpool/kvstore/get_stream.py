@@ -23,6 +23,7 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.values import check_owned
 from moonpool.base.kv_transfer.read_server import FrameWriter, ReadServerStream
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.spans import CURRENT, OpenSpan
 from moonpool.base.transport.flow_control import ByteCredits
 from moonpool.base.transport.framing import (
     GET,
@@ -119,6 +120,7 @@ class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.G
             max_keys=MAX_TRANSFER_BLOCKS,
         )
         self._resources = resources
+        self._spans = CURRENT.get()
 
     def welcome(self) -> Message:
         """The answer to hello. The answer gives no credits: on this stream the reader does."""
@@ -130,22 +132,24 @@ class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.G
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
         check_owned(keys, self.tenant)
         wanted = _requested_part(message, self.format.layout)
+        span = self._spans.begin("kvstore.get", message.traceparent, asked_blocks=len(keys))
         if message.takes_frame and self._sent_together(message.transfer, keys, wanted):
+            self._spans.end(span)
             return
         lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
-        self._begin(message.transfer, self._resources.reads.begin(lease), wanted)
+        self._begin(message.transfer, self._resources.reads.begin(lease), wanted, span)
 
     def _suspect(self, key: BlockKey) -> None:
         check_owned([key], self.tenant)
         self._resources.reads.suspect(key)
 
-    def _begin(self, number: int, lease: ReadLease, wanted: _RequestedPart) -> None:
+    def _begin(self, number: int, lease: ReadLease, wanted: _RequestedPart, span: OpenSpan) -> None:
         resources, layout, begin = self._resources, self.format.layout, world.monotonic()
         try:
             more = resources.reads.extend(lease)
             where = resources.reads, lease, wanted.layers, resources.pool, resources.ahead
             reader = LayerReader(*where, sent_bytes=wanted.wanted_of(layout.largest_slice_bytes, layout))
-            self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
+            self.serve(number, self._serve(number, reader, wanted, begin, more, span), reader.close)
         except BaseException:
             resources.reads.close(lease)
             raise
@@ -191,7 +195,9 @@ class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.G
         if blocks:
             self._resources.on_read(False, world.monotonic() - begin)
 
-    async def _serve(self, number: int, reader: LayerReader, wanted: _RequestedPart, begin: float, more: bool) -> None:
+    async def _serve(
+        self, number: int, reader: LayerReader, wanted: _RequestedPart, begin: float, more: bool, span: OpenSpan
+    ) -> None:
         resources, lease = self._resources, reader.lease
         try:
             while more:
@@ -214,4 +220,6 @@ class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.G
             log.warning("read ended early", blocks=lease.blocks, error=str(error))
             if isinstance(error, DamagedSliceError):  # the reader never sees the slice and cannot report damage
                 resources.reads.suspect(lease.keys[error.block])
+        finally:
+            self._spans.end(span)
         self.done(number)

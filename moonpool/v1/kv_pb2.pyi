@@ -1166,6 +1166,8 @@ class SequenceSpec(_message.Message):
     THINKING_FIELD_NUMBER: _builtins.int
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -1190,6 +1192,8 @@ class SequenceSpec(_message.Message):
     """`GenerateRequest.cache_salt`, a part of `chain_root`."""
     expected_output_tokens: _builtins.int
     """`GenerateRequest.expected_output_tokens`."""
+    traceparent: _builtins.str
+    """W3C trace context of the conductor's span; empty if nobody traces the request."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Sampling parameters; `seed` is set, every other unset field has its default."""
@@ -1214,6 +1218,10 @@ class SequenceSpec(_message.Message):
     def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that are never chosen, because the checkpoint says so."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaItem]:
+        """Pictures in the prompt, in order. Their digests are parts of the keys of the blocks in which they begin."""
+
     def __init__(
         self,
         *,
@@ -1234,14 +1242,61 @@ class SequenceSpec(_message.Message):
         thinking: Global___ThinkingBudget | None = ...,
         suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         expected_output_tokens: _builtins.int = ...,
+        media: _abc.Iterable[Global___MediaItem] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "expected_output_tokens", b"expected_output_tokens", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "expected_output_tokens", b"expected_output_tokens", "lora", b"lora", "media", b"media", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "traceparent", b"traceparent", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class MediaItem(_message.Message):
+    """A picture in a prompt, whose tokens are the model's marks, whatever the picture shows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    begin: _builtins.int
+    """Position of its first token."""
+    end: _builtins.int
+    """Position behind its last token."""
+    digest: _builtins.bytes
+    """32-byte hash of all that decides its embeddings: file, detail, grid and the processor's settings."""
+    content: _builtins.bytes
+    """The file, as it was sent; empty where nobody computes it."""
+    width: _builtins.int
+    """Pixels, once turned as the file says."""
+    height: _builtins.int
+    detail: _builtins.str
+    """`Picture.detail`."""
+    def __init__(
+        self,
+        *,
+        begin: _builtins.int = ...,
+        end: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        content: _builtins.bytes = ...,
+        width: _builtins.int = ...,
+        height: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "content", b"content", "detail", b"detail", "digest", b"digest", "end", b"end", "height", b"height", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaItem: _TypeAlias = MediaItem  # noqa: Y015
 
 @_typing.final
 class ThinkingBudget(_message.Message):
@@ -1647,6 +1702,7 @@ class ReadOpen(_message.Message):
     TAKES_FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     WINDOWS_FROM_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     transfer: _builtins.int
     """Chosen by the reader, unique on the stream."""
     keys: _builtins.bytes
@@ -1665,6 +1721,8 @@ class ReadOpen(_message.Message):
     """If all blocks come, slices of layers with a window come of the blocks from this index on. If fewer blocks come, all of
     their slices do.
     """
+    traceparent: _builtins.str
+    """W3C trace context of the reader's span; empty if nobody traces the read."""
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Deletions that concern these blocks and that the reader has carried out: who has not may have blocks that are older."""
@@ -1681,10 +1739,11 @@ class ReadOpen(_message.Message):
         takes_frame: _builtins.bool = ...,
         forgotten: _abc.Iterable[_builtins.str] | None = ...,
         windows_from: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "takes_frame", b"takes_frame", "transfer", b"transfer", "windows_from", b"windows_from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "takes_frame", b"takes_frame", "traceparent", b"traceparent", "transfer", b"transfer", "windows_from", b"windows_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kvstore", type=int, default=1, help="kvstores")
     parser.add_argument("--conductors", type=int, default=1, help="conductors, side by side")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill instances")
+    parser.add_argument("--ranks", type=int, default=1, help="engine processes of each stage")
+    parser.add_argument(
+        "--both", action="store_true", help="no prefill instances: decode instances compute the prompts, too"
+    )
     parser.add_argument(
         "--blocks", type=int, default=256, help="blocks of each engine's pool; few, so that requests wait for room"
     )
@@ -81,8 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             folder = (args.keep or Path(temporary)) / f"storm-{seed}"
             base = replace(
-                base_plan(model, folder, args.engine, blocks=args.blocks, device=args.device),
-                prefill=args.prefill,
+                base_plan(
+                    model,
+                    folder,
+                    args.engine,
+                    blocks=args.blocks,
+                    device=args.device,
+                    ranks=args.ranks,
+                    both=args.both,
+                ),
+                prefill=0 if args.both else args.prefill,
                 decode=args.decode,
                 kvstore=args.kvstore,
                 conductors=args.conductors,
@@ -100,9 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _again(args: argparse.Namespace, seed: int) -> str:
     """The command that repeats one storm."""
-    given = vars(args) | {"seed": seed, "storms": 1, "minutes": None, "keep": None}
+    given = vars(args) | {"seed": seed, "storms": 1, "minutes": None, "keep": None, "both": None}
     flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
-    return shlex.join(["python", "-m", "tests.faults", *(part for flag in flags for part in flag)])
+    both = ["--both"] if args.both else []
+    return shlex.join(["python", "-m", "tests.faults", *(part for flag in flags for part in flag), *both])
 
 
 if __name__ == "__main__":

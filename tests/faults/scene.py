@@ -19,14 +19,34 @@ def judge_of(model: Path, engine: str) -> Judge:
     return EmulatedJudge(config.vocab_size, config.eos_token_ids)
 
 
-def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256, device: str = "cpu") -> StackPlan:
-    """Two instances of each kind of engine; pools and tiers are small, so that requests wait and blocks are evicted."""
+def base_plan(
+    model: Path,
+    folder: Path,
+    engine: str,
+    *,
+    blocks: int = 256,
+    device: str = "cpu",
+    ranks: int = 1,
+    both: bool = False,
+) -> StackPlan:
+    """Two instances of each kind of engine; pools and tiers are small, so that requests wait and blocks are evicted.
+
+    Args:
+        model, folder: the checkpoint, and where the services' data lie.
+        engine, device: of prefill and decode.
+        blocks: of each engine's pool.
+        ranks: processes of each stage.
+        both: decode instances compute prompts, and there is no prefill instance.
+    """
     pool = ["--set", f"blocks={blocks}", "--device", device]
+    if ranks > 1:
+        pool += ["--set", f"tensor_parallel_size={ranks}"]
+    decode = [*pool, "--set", "computes_prompts=true"] if both else pool
     return StackPlan(
         model=str(model),
         data_dir=folder,
         dtype="float32" if engine == "real" else "auto",
-        prefill=2,
+        prefill=0 if both else 2,
         decode=2,
         engine=engine,
         time_scale=0.0 if engine == "real" else 4.0,
@@ -34,5 +54,5 @@ def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256, devi
         block_size=BLOCK,
         dram_bytes=2 << 20,
         ssd_bytes=64 << 20,
-        extra={"prefill": ["--max-num-batched-tokens", "64", *pool], "decode": pool},
+        extra={"prefill": ["--max-num-batched-tokens", "64", *pool], "decode": decode},
     )

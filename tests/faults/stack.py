@@ -22,6 +22,8 @@ JOIN_TIMEOUT_S = 120.0
 SHOWN_LINES = 60
 STOP_TIMEOUT_S = 1.0
 """A process that was sent SIGSTOP stops within this time."""
+LOOK_S = 1.0
+"""An engine that was stopped too long is killed within this time after it goes on."""
 TROUBLE = (
     "Traceback (most recent call last)",
     "never retrieved",
@@ -96,12 +98,19 @@ class StormStack(JournaledStack):
                 service.signal(signal.SIGTERM)
                 return self.revive(fault.target) != -signal.SIGKILL
             case "kill-engine":
-                engine = children(service.pid)[0]
+                engines = children(service.pid)
+                engine = engines[int(1000 * fault.at_s) % len(engines)]  # one of several ranks and stages
                 os.kill(engine, signal.SIGKILL)
                 self.revive(fault.target)
                 return not _alive(engine)
-            case "stop" | "stop-engine":
-                return _stopped([service.pid] if fault.kind == "stop" else children(service.pid), fault, healed)
+            case "stop":
+                return _stopped([service.pid], fault, healed)
+            case "stop-engine":
+                engines = children(service.pid)
+                seen = _stopped(engines, fault, healed)
+                if len(wait_gone(engines, LOOK_S)) < len(engines):  # stopped for so long that the instance ends
+                    self.revive(fault.target)
+                return seen
             case "reset":
                 return self._proxies.reset(fault.target) > 0
             case "partition" | "deaf" | "mute":

@@ -267,6 +267,8 @@ async def _ask(client: AsyncClient, ask: Ask) -> Outcome:
         following.cancel()
         await following
     except asyncio.CancelledError:
+        if (client_task := asyncio.current_task()) is not None and client_task.cancelling():
+            raise  # the storm itself has failed
         outcome.ended = outcome.ended or "cancelled"
     except MoonpoolError as error:
         kind = next((kind for kind in TYPED if isinstance(error, kind)), type(error))

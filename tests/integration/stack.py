@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import ClassVar
 
+from moonpool.base.fork_server import Launcher, execute
 from moonpool.cli.check import read_gauges, wait_at_rest
 from tests.journals import JournaledStack
 
@@ -58,3 +59,10 @@ class CheckedStack(JournaledStack):
                     self.check_at_rest()
         finally:
             super().__exit__(kind, error, trace)
+
+
+class Executed(CheckedStack):
+    """A stack whose services, and so their engines, are executed as containers execute them; others are forked."""
+
+    def launcher(self, service_id: str) -> Launcher:
+        return execute

@@ -21,6 +21,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SCORE_TOLERANCE = 1e-4
 ENGINES = ("prefill-0", "decode-0")
 """Once they are restarted, KV can only come from the kvstore."""
+TRIES = 3
 PATIENT = ("--set", "adopt_wait_s=60", "--set", "slow_factor=0", "--set", "decode_prompt_tokens=0")
 """A conductor on a busy machine: instances may take long to join it again, and none is left because it is slow. Prefill
 computes all prompts, as the tests say which instance is lost."""
@@ -41,9 +42,15 @@ def test_kvstore_restarted_between_requests(stack: CheckedStack, reference: Refe
     with Client(stack.address) as client:
         first = client.generate(token_ids=prompt, sampling=GREEDY)
         wait_at_rest(stack.address, timeout_s=20)
+        durable = stack.gauge("kvstore-0", "ssd_blocks")
         stack.restart("kvstore-0", kill=kill)
-        stack.restart_all(ENGINES)
-        second = client.generate(token_ids=prompt, sampling=GREEDY)
+        assert stack.gauge("kvstore-0", "ssd_blocks") == durable >= 6
+        for _ in range(TRIES):  # a load that a busy machine keeps waiting is given up, and the rest computed
+            stack.restart_all(ENGINES)
+            second = client.generate(token_ids=prompt, sampling=GREEDY)
+            if second.usage.cached_tokens == 6 * BLOCK:
+                break
+            wait_at_rest(stack.address, timeout_s=20)
     assert second.usage.cached_tokens == 6 * BLOCK
     assert second.placement.kvstore == "kvstore-0"
     assert second.token_ids == first.token_ids

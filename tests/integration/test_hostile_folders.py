@@ -1,5 +1,6 @@
 """Nothing is run that was not given: services start in folders that hold anybody's Python files."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -18,9 +19,8 @@ from moonpool.cli.stack import StackPlan
 from moonpool.client import Client
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.reference import Reference
-from tests.integration.stack import CheckedStack
+from tests.integration.stack import CheckedStack, Executed
 from tests.integration.test_cli import environment
-from tests.integration.test_start import Executed
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -78,10 +78,13 @@ def test_the_files_are_hostile(hostile: Hostile) -> None:
 
 @pytest.mark.parametrize("kind", [CheckedStack, Executed], ids=["forked", "executed"])
 def test_a_stack_serves(kind: type[CheckedStack], plan: StackPlan, reference: Reference, hostile: Hostile) -> None:
-    """Services and engines, whose working folder this is."""
+    """Services and engines, whose working folder this is. Those that are executed have only what they need."""
     prompt = tokens(3 * BLOCK + 5, kind.__name__)
-    with kind(plan) as stack, Client(stack.address) as client:
-        folders = {os.readlink(f"/proc/{service.pid}/cwd") for service in stack.services.values()}
+    with kind(dataclasses.replace(plan, http_port=0)) as stack, Client(stack.address) as client:
+        services = stack.services.values()
+        folders = {os.readlink(f"/proc/{service.pid}/cwd") for service in services}
+        with_torch = [each.id for each in services if "libtorch" in Path(f"/proc/{each.pid}/maps").read_text()]
+        assert kind is not Executed or with_torch == []
         given = client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=8, temperature=0.0))
     assert folders == {str(hostile.folder)}
     reference.assert_greedy(prompt, given.token_ids)
@@ -104,8 +107,21 @@ def said_by(module: str, folder: Path, server: ForkServer | None = None) -> int:
         return (execute(program) if server is None else server.start(program)).wait(60)
 
 
+IN_A_STACK = ("conductor", "kvstore", "prefill", "decode", "gateway")
+"""Services that start in the hostile folder as parts of a stack, with workers: `test_a_stack_serves`."""
+
+
 @pytest.mark.parametrize(
-    "module", [*SERVICE_MODULES.values(), "moonpool.engine.worker", "moonpool.base.native.build", "moonpool.cli.main"]
+    "module",
+    [
+        *(
+            pytest.param(module, marks=pytest.mark.slow if service in IN_A_STACK else ())
+            for service, module in SERVICE_MODULES.items()
+        ),
+        pytest.param("moonpool.engine.worker", marks=pytest.mark.slow),
+        "moonpool.base.native.build",
+        "moonpool.cli.main",
+    ],
 )
 def test_each_program_starts(module: str, hostile: Hostile, tmp_path: Path) -> None:
     assert said_by(module, tmp_path) == 0, (tmp_path / "said").read_text()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx2
-import peft
 import pytest
 
 from moonpool.base.checkpoint import load_config
@@ -53,6 +52,8 @@ class Served:
 
 
 def reference(checkpoint: Path, folder: Path) -> Reference:
+    import peft  # takes seconds, and only one of several processes runs these tests
+
     found = Reference(checkpoint)
     found.model = peft.PeftModel.from_pretrained(found.model, folder)  # type: ignore[assignment]  # called alike
     return found

@@ -1,7 +1,6 @@
-"""Starts by execution, without a fork server; and starts that are broken off: by a signal, by a port that is taken."""
+"""Starts that are broken off: by a signal, by a port that is taken."""
 
 import contextlib
-import dataclasses
 import os
 import select
 import shlex
@@ -14,14 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.fork_server import Launcher, execute
-from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.running_stacks import running_stacks
-from moonpool.cli.stack import StackPlan
-from moonpool.client import Client
-from tests.integration.conftest import BLOCK, tokens
-from tests.integration.reference import Reference
-from tests.integration.stack import CheckedStack
 from tests.integration.test_cli import CLI, children_of, environment
 
 END_S = 15.0
@@ -29,24 +21,6 @@ END_S = 15.0
 HELD = """#!/bin/sh
 while :; do sleep 1; done
 """
-
-
-class Executed(CheckedStack):
-    """A stack whose services, and so their engines, are executed as containers execute them."""
-
-    def launcher(self, service_id: str) -> Launcher:
-        return execute
-
-
-def test_executed_services_serve(plan: StackPlan, reference: Reference) -> None:
-    """All other stacks of the tests are forked."""
-    prompt = tokens(3 * BLOCK + 5, "executed")
-    with Executed(dataclasses.replace(plan, http_port=0)) as stack, Client(stack.address) as client:
-        for service in stack.services.values():
-            layout = Path(f"/proc/{service.pid}/maps").read_text()
-            assert "libtorch" not in layout, f"{service.id} has what only its engine needs"
-        given = client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=8, temperature=0.0))
-    reference.assert_greedy(prompt, given.token_ids)
 
 
 @pytest.fixture

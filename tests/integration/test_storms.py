@@ -41,6 +41,19 @@ def test_a_storm_keeps_every_promise_and_really_happens(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "both"), [(2, False), (1, True), (2, True)])
+def test_a_storm_over_ranks_and_the_role_both(
+    ranks: int, both: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is lost with any of its ranks; decode instances compute the prompts where there is no prefill."""
+    base = base_plan(checkpoint, tmp_path, "real", ranks=ranks, both=both)
+    report = run_storm(StormPlan(seed=13, seconds=60.0), base, judge_of(checkpoint, "real"), monkeypatch.setenv)
+    assert report.failures == [], report.summary()
+    assert report.shortfalls() == [], report.summary()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-qwen3-next"])
 def test_a_storm_over_each_kind_of_layers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, experts, latent attention with experts, recurrent states."""

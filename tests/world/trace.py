@@ -48,6 +48,7 @@ class Run:
         jitter_s: mean of what each message takes beyond the constant delay.
         policy: chooses prefill instances.
         speed: requests come so many times as fast as in the trace.
+        decode_prompt_tokens: longest part of a prompt that decode may compute; None = the setting's default.
     """
 
     trace: Path = TRACE
@@ -58,6 +59,7 @@ class Run:
     jitter_s: float = JITTER_S
     policy: str = DEFAULT_POLICY
     speed: float = 1.0
+    decode_prompt_tokens: int | None = None
 
     def read(self) -> list[TraceRequest]:
         """The requests."""
@@ -87,6 +89,8 @@ async def _serve(simulation: Simulation, run: Run) -> tuple[list[Outcome], list[
         "prefill": [*engine, "--max-num-batched-tokens", "4096"],
         "decode": engine,
     }
+    if run.decode_prompt_tokens is not None:
+        flags["conductor"] += ["--set", f"decode_prompt_tokens={run.decode_prompt_tokens}"]
     cluster = Cluster(simulation, {"conductor": 1, "kvstore": 1, "prefill": run.prefill, "decode": run.decode}, flags)
     await cluster.start()
     loop, model = asyncio.get_running_loop(), load_config(Path(MODEL))
@@ -135,6 +139,8 @@ def simulated(run: Run) -> list[Outcome]:
         report_s=REPORT_S,
         policy=run.policy,
     )
+    if run.decode_prompt_tokens is not None:
+        config = replace(config, decode_prompt_tokens=run.decode_prompt_tokens)
     ended: list[Request] = []
     decodes: dict[int, str] = {}
 
@@ -173,10 +179,12 @@ def main() -> None:
     parser.add_argument("--jitter-s", type=float, default=usual.jitter_s, help="mean delay beyond the constant one")
     parser.add_argument("--policy", default=usual.policy, help="chooses prefill instances")
     parser.add_argument("--speed", type=float, default=usual.speed, help="times as fast as in the trace")
+    parser.add_argument("--decode-prompt-tokens", type=int, help="longest part of a prompt that decode may compute")
     parser.add_argument("--simulated", action="store_true", help="ask the simulator, not the services")
     parser.add_argument("--log", help="file for all messages, a line each")
     args = parser.parse_args()
-    run = Run(args.trace, args.requests, args.prefill, args.decode, args.seed, args.jitter_s, args.policy, args.speed)
+    fields = ("trace", "requests", "prefill", "decode", "seed", "jitter_s", "policy", "speed", "decode_prompt_tokens")
+    run = Run(**{name: getattr(args, name) for name in fields})
     logs.configure("error", "world", False)
     tune_gc()
     result: dict[str, Any] = {"outcomes": simulated(run)} if args.simulated else served(run, args.log)

@@ -7,9 +7,9 @@ from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES
 
 _HUB: Mapping[str, Mapping[str, str]] = {
     "deepseek-r1": {
+        "8b": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
         "1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
         "7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-        "8b": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
         "14b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B",
         "32b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
         "70b": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",

@@ -18,6 +18,7 @@ from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplates, C
 from moonpool.base.checkpoint.folder_tokenizer import folder_tokenizer
 from moonpool.base.checkpoint.gguf import is_gguf
 from moonpool.base.checkpoint.gguf_tokenizer import gguf_tokenizer
+from moonpool.base.checkpoint.token_bytes import most_token_bytes
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
 _REPLACEMENT = "\ufffd"
@@ -133,10 +134,13 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self._most_bytes = most_token_bytes(backend)
         self.special_tokens = dict(special or {})
         """Special tokens' texts by role, for example `eos_token`."""
         added = backend.get_added_tokens_decoder()
+        self._takes_spaces = [
+            token.content for token in added.values() if token.content and (token.lstrip or token.rstrip)
+        ]
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._templates: ChatTemplates | None = None
         if chat_templates:
@@ -172,11 +176,6 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     @property
-    def longest_token_chars(self) -> int:
-        """Characters in the longest token as spelled in the vocabulary; no token stands for more characters of text."""
-        return self._longest
-
-    @property
     def chat_template(self) -> str:
         """Source of the chat template for conversations with tools; "" = there is none."""
         return self._templates.tool_use.source if self._templates is not None else ""
@@ -210,16 +209,25 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch([(first, second)])
         return list(encoding.ids)
 
+    def is_too_large(self, num_bytes: int, max_tokens: int) -> bool:
+        """Tell whether each text of so many bytes has more than `max_tokens` tokens."""
+        return 0 < self._most_bytes * max_tokens < num_bytes
+
     def is_longer(self, text: str, max_tokens: int) -> bool:
         """Tell whether `text` certainly has more than `max_tokens` tokens.
 
-        Takes memory and time for `max_tokens` tokens, however long `text` is: the text is tokenised piece by piece.
+        Takes memory and time for `max_tokens` tokens, however long `text` is: the text is tokenised piece by piece,
+        unless its bytes say enough.
         """
-        if len(text.encode()) <= max_tokens:
-            return False
+        num_bytes = len(text.encode())
+        if num_bytes <= max_tokens or self.is_too_large(num_bytes, max_tokens):
+            return num_bytes > max_tokens
         tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            tokens += len(self.encode(text[start : start + _PIECE_CHARS], add_special=False)) - _PIECE_SLACK
+            piece = text[start : start + _PIECE_CHARS]
+            for token in self._takes_spaces:  # spaces beside such a token, here or in the next piece, are no tokens
+                piece = token.join([part.strip() for part in piece.split(token)])
+            tokens += len(self.encode(piece, add_special=False)) - _PIECE_SLACK
             if tokens > max_tokens:
                 return True
         return False
@@ -366,9 +374,18 @@ class Detokenizer:
         self._begun = len(prompt_text) - self._shown  # characters that the prompt has begun, and may never end
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take further tokens; returns the text that is final now."""
-        self._window += self._tokenizer.with_text(ids, self._skip_special)
-        text = self._decode(self._window)
+        """Take further tokens; returns the text that is final now, the same however the tokens are cut into calls."""
+        tokens = self._tokenizer.with_text(ids, self._skip_special)
+        text = self._decode(self._window + tokens)
+        if (
+            len(tokens) > 1 and _REPLACEMENT in text[self._shown :]
+        ):  # where a broken character ends depends on each token
+            return "".join([self._take([token], self._decode([*self._window, token])) for token in tokens])
+        return self._take(tokens, text)
+
+    def _take(self, tokens: list[int], text: str) -> str:
+        """Take tokens, which make `text` of the window; returns the text that is final now."""
+        self._window += tokens
         held = text.endswith(_REPLACEMENT) and len(self._window) - self._read < _MAX_HELD_TOKENS
         final = text.rstrip(_REPLACEMENT) if held else text
         new = self._unseen(final)

@@ -228,6 +228,7 @@ class JoinAgent:
         self._resync = False
         self._heartbeat_s = 1.0
         self.joined = asyncio.Event()
+        self._was_joined = False
         """Set while the conductor has this instance."""
         self.follows = False
         """Whether a snapshot was started on this stream: from then on no change may be lost."""
@@ -253,9 +254,12 @@ class JoinAgent:
                     log.error("the conductor refuses this instance", conductor=self._address, error=str(error))
                     raise
                 except MoonpoolError as error:
-                    log.warning("not joined", conductor=self._address, error=str(error), retry_s=backoff)
+                    known = self._was_joined or self.joined.is_set()  # certificates fitted
+                    cause = "" if known else await self._channels.trouble(self._address)
+                    log.warning("not joined", conductor=self._address, error=cause or str(error), retry_s=backoff)
                 if self.joined.is_set():
                     self.joined.clear()
+                    self._was_joined = True
                     backoff = FIRST_BACKOFF_S
                 await asyncio.wait({stop}, timeout=backoff)
                 backoff = min(backoff * 2, LAST_BACKOFF_S)

@@ -1,4 +1,4 @@
-"""Checks and translates contract messages: an instance's description, speeds, and KV deletions."""
+"""Checks and translates contract messages: an instance's description, speeds, KV deletions, pictures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moonpool.base.config import check_peer
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import KEY_BYTES, pack_keys, unpack_keys
+from moonpool.base.kv.media import MediaItem, check_media
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.sessions import SessionHint
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -147,3 +148,31 @@ def session_hint_from_proto(message: conductor_pb2.SessionOrder) -> SessionHint:
         message.retention,
         message.ended,
     )
+
+
+def media_to_proto(media: Iterable[MediaItem], *, content: bool = True) -> list[kv_pb2.MediaItem]:
+    """A prompt's pictures as the contract has them, with their files unless `content` is False."""
+    return [
+        kv_pb2.MediaItem(
+            begin=item.begin,
+            end=item.end,
+            digest=item.digest,
+            content=item.content if content else b"",
+            width=item.width,
+            height=item.height,
+            detail=item.detail,
+        )
+        for item in media
+    ]
+
+
+def media_from_proto(
+    messages: Iterable[kv_pb2.MediaItem], field_name: str, prompt_tokens: int
+) -> tuple[MediaItem, ...]:
+    """A prompt's pictures; raises as `check_media`."""
+    media = tuple(
+        MediaItem(item.begin, item.end, item.digest, item.content, item.width, item.height, item.detail)
+        for item in messages
+    )
+    check_media(field_name, media, prompt_tokens)
+    return media

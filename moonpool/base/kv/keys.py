@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.layout import UNIFORM_VERSION, KVLayout
+from moonpool.base.kv.media import MediaItem, block_marks
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that identify a block's tokens, all tokens before, the namespace and the tenant."""
@@ -30,6 +31,7 @@ _TOKEN_BYTES = 4
 _NAMESPACE_CONTEXT = b"moonpool kv namespace v1"
 _ANSWER_CONTEXT = b"moonpool answer tokens"
 _ROOT_CONTEXT = b"moonpool kv chain root v1"
+_MEDIA_CONTEXT = "moonpool kv block with media v1"
 
 
 def _field(data: bytes) -> bytes:
@@ -63,22 +65,35 @@ def chain_root(namespace: bytes, tenant: str, salt: str = "", lora: bytes = b"")
     return blake3(b"".join(map(_field, parts))).digest()
 
 
-def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_size: int) -> list[BlockKey]:
+def block_keys(
+    parent: bytes,
+    token_ids: Sequence[int] | array[int],
+    block_size: int,
+    media: Sequence[MediaItem] = (),
+    first: int = 0,
+) -> list[BlockKey]:
     """Keys for the full blocks in `token_ids`, each blake3(parent key || the block's tokens as little-endian int32).
+
+    Where pictures begin in a block, their offsets and digests follow, and the hash has a context of its own: no text
+    has the key of a picture.
 
     Args:
         parent: Chain root, or the key of the block before `token_ids`, so that a chain can be continued.
         token_ids: Tokens from a block border on; an incomplete last block has no key.
         block_size: Tokens per block.
+        media: The sequence's pictures.
+        first: Position of the first of `token_ids` in the sequence.
 
     Raises:
         InvalidRequest: A token is no int32.
     """
     data = memoryview(tokens_to_bytes(token_ids))
     size = block_size * _TOKEN_BYTES
+    marks = block_marks(media, first, len(token_ids), block_size) if media else {}
     keys: list[BlockKey] = []
-    for start in range(0, len(data) - size + 1, size):
-        parent = blake3(parent + data[start : start + size]).digest()
+    for index, start in enumerate(range(0, len(data) - size + 1, size)):
+        block, mark = parent + data[start : start + size], marks.get(index)
+        parent = (blake3(block) if mark is None else blake3(block + mark, derive_key_context=_MEDIA_CONTEXT)).digest()
         keys.append(BlockKey(parent))
     return keys
 

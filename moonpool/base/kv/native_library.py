@@ -11,9 +11,11 @@ import ctypes
 import functools
 import logging
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.base.kv.keys import KEY_BYTES, BlockKey, block_keys, tokens_from_bytes
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.native.build import ARCHITECTURES, FOLDER, BuildError, Report, build, unheard
 
 SOURCES = FOLDER / "kv"
@@ -37,8 +39,10 @@ log = logging.getLogger(__name__)
 _TOKEN_BYTES = 4
 
 
-def chain_keys(parent: bytes, data: bytes, block_size: int) -> list[BlockKey]:
+def chain_keys(parent: bytes, data: bytes, block_size: int, media: Sequence[MediaItem] = ()) -> list[BlockKey]:
     """As `block_keys`, of tokens as little-endian int32."""
+    if media:
+        return block_keys(parent, tokens_from_bytes(data), block_size, media)
     native = prepare()
     keys = None if native is None else _native_chain(native, parent, data, block_size)
     return block_keys(parent, tokens_from_bytes(data), block_size) if keys is None else keys

@@ -27,6 +27,7 @@ from moonpool.base.kv.keys import bind, key_bindings, layer_binding, pack_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
+from moonpool.base.telemetry.trace_context import traceparent
 from moonpool.base.transport.async_utils import OneTimeEvent, ThreadOffload
 from moonpool.base.transport.mux_channel import MuxChannel
 from moonpool.base.transport.mux_stream import MuxStream, StreamClient
@@ -498,6 +499,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
                 takes_frame=True,
                 forgotten=plan.forgotten,
                 windows_from=plan.windows_from,
+                traceparent=traceparent.get(),
             )
             channel.post(self._asked(open=opening, credit_bytes=channel.take_credit()))
             read.expect()

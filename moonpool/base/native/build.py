@@ -70,6 +70,11 @@ TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         ("-march=x86-64-v3", "-mavxvnni"),
     ),
     "avx2": (frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"}), ("-march=x86-64-v3",)),
+    # GCC would move loads so far ahead of their use that sums leave their registers.
+    "neon-bf16": (
+        frozenset({"asimd", "asimddp", "i8mm", "bf16"}),
+        ("-march=armv8.2-a+dotprod+i8mm+bf16", "-fno-schedule-insns"),
+    ),
     "neon-i8mm": (frozenset({"asimd", "asimddp", "i8mm"}), ("-march=armv8.2-a+dotprod+i8mm",)),
     "neon-dot": (frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod",)),
     "neon": (frozenset({"asimd"}), ("-march=armv8-a",)),
@@ -97,7 +102,7 @@ ARCHITECTURES = {
         frozenset({"sse2"}),
         ("avx512-bf16-amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "sse2"),
     ),
-    "aarch64": Architecture("Features", frozenset({"asimd"}), ("neon-i8mm", "neon-dot", "neon")),
+    "aarch64": Architecture("Features", frozenset({"asimd"}), ("neon-bf16", "neon-i8mm", "neon-dot", "neon")),
 }
 
 

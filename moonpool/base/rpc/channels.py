@@ -18,6 +18,7 @@ from moonpool.base.rpc import messages
 from moonpool.base.rpc.errors import from_rpc_error
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
+from moonpool.base.rpc.tls_diagnosis import tls_trouble
 from moonpool.base.rpc.tuning import CONNECTION_OPTIONS
 
 _OPTIONS: list[tuple[str, Any]] = [
@@ -48,10 +49,14 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 
 class CheckedChannel(grpc.aio.Channel):
-    """A channel on which generated stubs, too, refuse answers that would cost too much to parse."""
+    """A channel on which generated stubs, too, refuse answers that would cost too much to parse.
+
+    Methods are made once: a stub for each call is cheap.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
+        self._methods: dict[tuple[object, ...], Callable[..., ClientCall]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,16 +77,22 @@ class CheckedChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.unary_unary(*args, **_checked(kwargs)))
+        return self._method(self._channel.unary_unary, args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.unary_stream(*args, **_checked(kwargs)))
+        return self._method(self._channel.unary_stream, args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.stream_unary(*args, **_checked(kwargs)))
+        return self._method(self._channel.stream_unary, args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _client_calls(self._channel.stream_stream(*args, **_checked(kwargs)))
+        return self._method(self._channel.stream_stream, args, kwargs)
+
+    def _method(self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (*args, *kwargs.values())  # the method's name, and how its messages are written and read
+        if key not in self._methods:
+            self._methods[key] = _client_calls(make(*args, **_checked(kwargs)))
+        return self._methods[key]
 
 
 class StreamCall(Protocol):
@@ -220,6 +231,10 @@ class Channels:
                 ending = asyncio.ensure_future(channel.close(OLD_S))
                 self._ending[ending] = channel
                 ending.add_done_callback(self._ending.pop)
+
+    async def trouble(self, address: str) -> str:
+        """As `tls_trouble`, with the certificates of these channels."""
+        return await tls_trouble(address, self._tls)
 
     async def probe(self, address: str, timeout_s: float) -> None:
         """As `probe`, secured as all channels are."""

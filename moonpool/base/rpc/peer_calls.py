@@ -14,15 +14,20 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Bounds for each peer, that is, for each host.
+    """Bounds for each peer, that is, for each host, and for connections.
 
     Attributes:
         calls: all kinds together.
         streams: long-lived calls on which the peer may send many messages.
+        connection_calls: of one connection, also those that the peer has reset and gRPC has not handed over yet. Beyond
+            them gRPC refuses.
+        handshake_s: seconds in which a new connection must have said what HTTP/2 and TLS begin with.
     """
 
     calls: int = 8192
     streams: int = 1024
+    connection_calls: int = 4096
+    handshake_s: float = 20.0
 
 
 DEFAULT_LIMITS = CallLimits()

@@ -44,6 +44,11 @@ _OPTIONS: list[tuple[str, Any]] = [
     # The server must not take the clients' pings for abuse.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # A peer that begins calls faster than they are handed over has its turn like others, and its further calls wait:
+    # with gRPC's own bounds (1,000 of all connections), calls of others were refused.
+    ("grpc.http2.max_requests_per_read", 4),
+    ("grpc.server.max_pending_requests", 1 << 14),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 15),
 ]
 
 
@@ -144,7 +149,12 @@ async def serving(
     except ValueError as error:
         raise ConfigError("listen", str(error)) from error
     gate = None if security is None else security.gate
-    server = world.CURRENT.get().network.server([ErrorInterceptor(PeerCalls(limits), gate)], _OPTIONS)
+    options = [
+        *_OPTIONS,
+        ("grpc.max_concurrent_streams", limits.connection_calls),
+        ("grpc.server_handshake_timeout_ms", round(1e3 * limits.handshake_s)),
+    ]
+    server = world.CURRENT.get().network.server([ErrorInterceptor(PeerCalls(limits), gate)], options)
     names = [descriptor.full_name for descriptor, _ in services]
     server.add_generic_rpc_handlers(
         tuple(

@@ -108,6 +108,26 @@ class Tls:
         assert context is not None
         return context
 
+    def client_context(self) -> ssl.SSLContext:
+        """For a client's connection beside gRPC, with the certificate if there is one.
+
+        Raises:
+            OSError: a file is gone, or its content is damaged.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self._paths["tls_ca"])
+        if (cert := self._paths["tls_cert"]) is not None:
+            context.load_cert_chain(cert, self._paths["tls_key"])
+        return context
+
+    def shown(self) -> str:
+        """What peers see of this process, in words: no certificate, an expired one, or one."""
+        path, content = self._paths["tls_cert"], self._files.get("tls_cert")
+        if path is None or content is None:
+            return "connections without a certificate: set MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY"
+        warning = expiry_warning(content, world.unix_time())
+        return f"{path}: {warning}" if "expired" in warning else f"{path}: is it of another authority?"
+
     def _new_context(self, *, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

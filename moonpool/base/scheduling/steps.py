@@ -14,6 +14,7 @@ from typing import Self
 from moonpool.base.errors import ConfigError
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import GREEDY, SampleSpec, SamplingParams, stream_seed
 from moonpool.base.scheduling.thinking import ThinkingBudget
@@ -48,6 +49,8 @@ class TokenHistory:
     """All tokens so far, computed or not; typecode "i". The sequence owns the array, which may grow between steps."""
     keys: Sequence[BlockKey]
     """Known keys for leading full blocks."""
+    media: Sequence[MediaItem] = ()
+    """Pictures in the prompt."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled_history, ()
@@ -87,6 +90,11 @@ class SequenceStep:
     """The sequence's LoRA adapter's id; b"" = the base model. Every stage has the adapter."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
     """The whole sequence; stays in the I/O process."""
+    media: tuple[MediaItem, ...] = ()
+    """Pictures of which the step computes tokens, with their files."""
+    rope_shift: int = 0
+    """What RoPE's position of the first token is behind its own; where the token lies in a picture, of the picture's
+    first token."""
 
 
 @frozen
@@ -211,6 +219,8 @@ class SequenceSampling:
     """Tokens that are never chosen, because the checkpoint says so."""
     thinking: ThinkingBudget | None = None
     """How many tokens the answer may think; None = any number."""
+    media: tuple[tuple[int, int], ...] = ()
+    """Where the prompt's pictures stand, [begin, end): their tokens say nothing, so no penalty counts them."""
 
     @classmethod
     def of(
@@ -221,6 +231,7 @@ class SequenceSampling:
         bad_tokens: Iterable[Sequence[int]] = (),
         thinking: ThinkingBudget | None = None,
         suppressed: Iterable[int] = (),
+        media: tuple[tuple[int, int], ...] = (),
     ) -> Self:
         """A request's sampling; `end_token_ids` are the model's end tokens."""
         stop = frozenset(params.stop_token_ids)
@@ -233,6 +244,7 @@ class SequenceSampling:
             bad_tokens=tuple(tuple(tokens) for tokens in bad_tokens),
             thinking=thinking,
             suppressed=tuple(suppressed),
+            media=media,
         )
 
     @property
@@ -256,18 +268,29 @@ class SequenceSampling:
         """
         position = len(tokens) - self.prompt_tokens
         forced = None if self.thinking is None else self.thinking.forced(tokens, self.prompt_tokens)
+        history, marks = None, 0
+        if self.params.penalised:
+            history, marks = self._without_media(tokens), sum(end - begin for begin, end in self.media)
         return SampleSpec(
             self.params,
             seed=stream_seed(self.params.seed or 0, sample_index),
             samples=1 if position else self.params.n,
             best=self.candidates,
             position=position,
-            history=tokens.tobytes() if self.params.penalised else None,
-            prompt_tokens=self.prompt_tokens,
+            history=history,
+            prompt_tokens=self.prompt_tokens - marks,
             banned=self._banned(tokens, position) if forced is None else (),
             forced=forced,
             answer=tokens[self.prompt_tokens :].tobytes() if self.params.response_format else b"",
         )
+
+    def _without_media(self, tokens: "array[int]") -> bytes:
+        """The tokens without those of pictures, little-endian int32."""
+        kept, start = bytearray(), 0
+        for begin, end in (*self.media, (len(tokens), 0)):
+            kept += tokens[start:begin].tobytes()
+            start = end
+        return bytes(kept)
 
     def steady(self, tokens: "array[int]", model_tokens: int) -> int:
         """Number of next tokens that a run may choose on its own (`SampleSpec.after`); the last may end the answer.

@@ -10,6 +10,7 @@ from moonpool.conductor.core.events import (
     KeysChanged,
     LoadReported,
     RoleChangeRequested,
+    TokensArrived,
 )
 from moonpool.conductor.core.roles import FIXED_ROLES, RoleBalancer, RoleLimits
 from moonpool.conductor.core.scheduler import RequestScheduler, SchedulerLimits
@@ -25,6 +26,8 @@ class ConductorCore:
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
         match event:
+            case TokensArrived():  # most events: not compared with the others
+                pass
             case LoadReported(instance, load):
                 self.cluster.report(instance, load, now)
                 self.roles.load_reported(now, out)

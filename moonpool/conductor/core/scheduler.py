@@ -163,12 +163,26 @@ class RequestScheduler:
 
     def due(self) -> float | None:
         """Return the time of the next timer, or of the next order for an expected prompt; None = there is neither."""
-        return min([at for at in (self._timers.next(), self._retained.due()) if at is not None], default=None)
+        timer, expected = self._timers.next(), self._retained.due()
+        return timer if expected is None or (timer is not None and timer <= expected) else expected
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
-        self._rest_shares(now)
+        if isinstance(event, TokensArrived):  # most are
+            if event.finish is not None:  # else nobody begins or ends to wait
+                self._rest_shares(now)
+            self._from_call(now, event)
+        else:
+            self._rest_shares(now)
+            self._take(now, event)
+        while (timer := self._timers.pop_due(now)) is not None:
+            self._timer_due(now, *timer)
+        self._actions += self.prefetch.due(now)
+        out += self._actions
+        self._actions.clear()
+
+    def _take(self, now: float, event: Event | Tick) -> None:
         match event:
-            case LoadReported(instance, load):  # most are reports
+            case LoadReported(instance, load):
                 self._load_reported(now, instance, load)
             case InstanceJoined(facts):
                 self._instance_joined(now, facts.id)
@@ -184,15 +198,10 @@ class RequestScheduler:
                 self._cluster.release(self._endpoint_claims.pop(number, 0), now)
             case SessionUpdated() | PromptsAnnounced():
                 self._foreseen(now, event)
-            case PrefillAccepted() | FirstToken() | PromptComputed() | KVDelivered() | TokensArrived():
+            case PrefillAccepted() | FirstToken() | PromptComputed() | KVDelivered():
                 self._from_call(now, event)
             case IoEnded():
                 self._call_ended(now, event)
-        while (timer := self._timers.pop_due(now)) is not None:
-            self._timer_due(now, *timer)
-        self._actions += self.prefetch.due(now)
-        out += self._actions
-        self._actions.clear()
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -731,6 +740,10 @@ class RequestScheduler:
             return
         attempt = request.attempt_as(call.sequence)
         match event:
+            case TokensArrived():
+                if request.spec.choices == 1:  # of several answers none says how long all are
+                    self._cluster.answer_grew(call.claim, request.tokens + event.count, now)
+                self._tokens_arrived(now, request, attempt, event)
             case PrefillAccepted() if attempt is not None:
                 self._calls.prefill_accepted(attempt, event.taken)
             case KVDelivered() if attempt is not None:
@@ -739,10 +752,6 @@ class RequestScheduler:
                 self._first_token(now, request, attempt, event)
             case PromptComputed():
                 self._prompt_computed(now, request, attempt, event.how)
-            case TokensArrived():
-                if request.spec.choices == 1:  # of several answers none says how long all are
-                    self._cluster.answer_grew(call.claim, request.tokens + event.count, now)
-                self._tokens_arrived(now, request, attempt, event)
 
     def _first_token(
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: FirstToken

@@ -227,6 +227,7 @@ class DecodeExecutor:
             incoming.request_id, transfer.generation, asked.resume_secret, incoming.chain_root, answers=[]
         )
         live = LiveRequest(incoming, event, stores, transfer, output, self._clock())
+        live.span = self._spans.begin("decode", asked.sequence.traceparent, request=incoming.request_id)
         self._live.add(live)
         self.taken += 1
         self.empty.clear()
@@ -458,7 +459,11 @@ class DecodeExecutor:
     def _report(self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted | RequestFreed) -> None:
         """Report an answer's or a request's end. An internal error ends this request only."""
         if isinstance(action, RequestFreed):
-            self._gone(self._live.take(action.id), retained=action.retained)
+            live = self._live.take(action.id)
+            if live.span is not None:
+                live.span.attributes["tokens"] = sum([max(0, sequence.output.length) for sequence in live.sequences])
+                self._spans.end(live.span)
+            self._gone(live, retained=action.retained)
             return
         sequences, requests, number = self._live.sequences, self._live.requests, action.id
         live = sequences[number].request if isinstance(action, FinishSequence) else requests[number]

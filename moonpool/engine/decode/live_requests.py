@@ -10,6 +10,7 @@ from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, Transfer
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory
+from moonpool.base.telemetry.spans import OpenSpan
 from moonpool.engine.decode.core.actions import (
     AnswersRanked,
     ForkSequences,
@@ -118,7 +119,8 @@ class LiveSequence:
         index, rest = divmod(len(self.tokens), block_size)
         if rest or index <= len(self.keys):
             return []
-        [key] = block_keys(self.parent(index - 1), self.tokens[-block_size:], block_size)
+        media, first = self.request.incoming.media, (index - 1) * block_size
+        [key] = block_keys(self.parent(index - 1), self.tokens[-block_size:], block_size, media, first)
         self.keys.append(key)
         return [(self.id, key)]
 
@@ -126,7 +128,8 @@ class LiveSequence:
         """Add the keys of all blocks that are full without the last token; return the new keys."""
         there, full = len(self.keys), (len(self.tokens) - 1) // block_size
         tokens = self.tokens[there * block_size : full * block_size]
-        new = tuple(block_keys(self.parent(there), tokens, block_size))
+        first = there * block_size
+        new = tuple(block_keys(self.parent(there), tokens, block_size, self.request.incoming.media, first))
         self.keys += new
         return new
 
@@ -158,6 +161,8 @@ class LiveSequence:
             may_skip=may_skip,
             lora=self.request.incoming.lora,
             history=self.history,
+            media=self.request.incoming.media_in(start, start + count),
+            rope_shift=self.request.incoming.rope_shift(start),
         )
 
     def draft_steps(self, guess: Sequence[int], block_size: int) -> list[SequenceStep]:
@@ -243,6 +248,7 @@ class LiveRequest:
         known: for each answer, tokens known behind the first token, and keys of the blocks that these fill.
         gather: the client does not wait for single tokens.
         prompt: the whole prompt that is computed here; None = its KV comes, or a remainder is computed.
+        span: from the promise to the end.
     """
 
     incoming: IncomingRequest
@@ -259,6 +265,7 @@ class LiveRequest:
     known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
     gather: bool = False
     prompt: PromptProgress | None = None
+    span: OpenSpan | None = None
 
     def __post_init__(self) -> None:
         prompt_tokens = self.incoming.sampling.prompt_tokens

@@ -152,8 +152,8 @@ class RunLoop:
     def _drafter(self, sequence: LiveSequence) -> LookupDrafter:
         total, incoming = sequence.sampling.total_tokens(self._max_tokens), sequence.request.incoming
         root, tenant, transient = incoming.chain_root, incoming.spec.tenant, incoming.spec.transient
-        first = incoming.sampling.prompt_tokens
-        return self._drafts.drafter(sequence.tokens, total, root, tenant, first, transient=transient)
+        first, media = incoming.sampling.prompt_tokens, incoming.sampling.media
+        return self._drafts.drafter(sequence.tokens, total, root, tenant, first, transient=transient, media=media)
 
     async def _draft_by_model(self, model: DraftModel, run: StartRun, sequences: list[LiveSequence]) -> bool:
         """Execute a run that checks a small model's guesses; return whether there were any."""

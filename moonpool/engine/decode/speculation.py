@@ -128,13 +128,18 @@ class FollowedText:
         """Expected share of right guesses for the next token; 0 = nothing is guessed."""
         return self._right.rate(self.matched) if self._place < len(self._tokens) else 0.0
 
-    def guess(self, most: int, *, loops: bool) -> list[tuple[int, float]]:
+    def guess(self, most: int, *, loops: bool, media: Sequence[tuple[int, int]] = ()) -> list[tuple[int, float]]:
         """Up to `most` next tokens, each with the probability that this token and all before are right.
 
         Args:
             most: tokens.
             loops: the text is the answer's own: behind the end come the guesses.
+            media: where pictures stand in the text, [begin, end): no answer repeats their tokens.
         """
+        for begin, end in media:
+            if self._place < end:
+                most = min(most, max(begin - self._place, 0))
+                break
         tokens, count, found, likely = self._tokens, len(self._tokens), list[tuple[int, float]](), 1.0
         for number in range(most if loops and self._place < count else min(most, count - self._place)):
             place = self._place + number
@@ -153,6 +158,7 @@ class LookupDrafter:
         common: share of right guesses over all answers, from the own text.
         recent: recent answers, the answer there, and the share of right guesses from there over all answers; None =
             only the own text guesses.
+        media: where pictures stand in the prompt, [begin, end).
 
     Attributes:
         source: what made the last guesses.
@@ -164,8 +170,9 @@ class LookupDrafter:
         most_tokens: int,
         common: RightGuesses,
         recent: tuple[RecentAnswers, RecentAnswer, RightGuesses] | None = None,
+        media: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._tokens, self._read = tokens, 0
+        self._tokens, self._read, self._media = tokens, 0, media
         self._bits = (min(2 * most_tokens, MOST_PLACES) - 1).bit_length()
         self._places = np.zeros(1 << self._bits, np.int32)
         """By the hash of `GRAM` tokens: the place behind their last occurrence."""
@@ -181,7 +188,7 @@ class LookupDrafter:
             self.source = DraftSource.ANSWERS
             return self._other.guess(most, loops=False)
         self.source = DraftSource.TEXT
-        return self._own.guess(most, loops=True)
+        return self._own.guess(most, loops=True, media=self._media)
 
     def end(self) -> None:
         """The answer has ended: other answers may still repeat it."""
@@ -302,16 +309,26 @@ class DraftPlanner:
         self._common = RightGuesses(KEPT_IN_COMMON)
 
     def drafter(
-        self, tokens: "array[int]", most_tokens: int, root: BlockKey, tenant: str, first: int, *, transient: bool
+        self,
+        tokens: "array[int]",
+        most_tokens: int,
+        root: BlockKey,
+        tenant: str,
+        first: int,
+        *,
+        transient: bool,
+        media: Sequence[tuple[int, int]] = (),
     ) -> LookupDrafter:
         """Return a drafter for one answer; see `LookupDrafter` and `RecentAnswers.add`.
 
         `transient`: nothing of the answer is kept, so no other answer gives to it, or gets from it.
         """
         if self._recent is None or transient:
-            return LookupDrafter(tokens, most_tokens, self._common)
+            return LookupDrafter(tokens, most_tokens, self._common, media=media)
         answer = self._recent.add(root, tenant, tokens, first)
-        return LookupDrafter(tokens, most_tokens, self._common, (self._recent, answer, self._common_recent))
+        return LookupDrafter(
+            tokens, most_tokens, self._common, (self._recent, answer, self._common_recent), media=media
+        )
 
     def observe_overhead(self, seconds: float) -> None:
         """Learn how many seconds a step with guesses takes besides the engine's own seconds."""

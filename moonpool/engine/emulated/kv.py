@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 from blake3 import blake3
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from moonpool.base.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.base.kv.keys import BlockKey, block_keys, tokens_from_bytes, tokens_to_bytes
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.media import overlapping
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec, stream_seed
 from moonpool.base.scheduling.steps import SequenceStep, TokenHistory
@@ -130,6 +131,16 @@ def continuation(
         answer.append(choose_token(digest.intdigest(), vocab_size, reserved, seed=seed))
         digest.update(tokens_to_bytes(answer[-1:]))
     return answer
+
+
+def seen_tokens(history: TokenHistory, begin: int, end: int) -> "array[int]":
+    """The tokens [begin, end) as the emulated model sees them: those of a picture are words of its digest."""
+    tokens = history.token_ids[begin:end]
+    for item in overlapping(history.media, begin, end):
+        words = tokens_from_bytes(item.digest)
+        for position in range(max(begin, item.begin), min(end, item.end)):
+            tokens[position - begin] = words[(position - item.begin) % len(words)]
+    return tokens
 
 
 class WrongKV(Exception):  # noqa: N818 - names the finding
@@ -260,7 +271,7 @@ class EmulatedSequences:
         self, history: TokenHistory, known: _SequenceState, step: SequenceStep, begin: int, end: int
     ) -> BlockSlots:
         index = begin // self._size
-        base = self._kv.base(self._parent(history, known, index), history.token_ids[begin:end], begin % self._size)
+        base = self._kv.base(self._parent(history, known, index), seen_tokens(history, begin, end), begin % self._size)
         return BlockSlots(step.block_table[index], index, begin % self._size, base)
 
     def _parent(self, history: TokenHistory, known: _SequenceState, index: int) -> bytes:
@@ -273,7 +284,8 @@ class EmulatedSequences:
         while given + len(known.keys) < index:
             at = given + len(known.keys)
             tokens = history.token_ids[at * self._size : (at + 1) * self._size]
-            known.keys += block_keys(self._parent(history, known, at), tokens, self._size)
+            parent, first = self._parent(history, known, at), at * self._size
+            known.keys += block_keys(parent, tokens, self._size, history.media, first)
         return known.keys[index - 1 - given]
 
     def _check_key(self, history: TokenHistory, index: int) -> None:
@@ -282,7 +294,7 @@ class EmulatedSequences:
             return
         parent = history.keys[index - 1] if index else history.chain_root
         tokens = history.token_ids[index * self._size : (index + 1) * self._size]
-        if block_keys(parent, tokens, self._size) != [history.keys[index]]:
+        if block_keys(parent, tokens, self._size, history.media, index * self._size) != [history.keys[index]]:
             raise WrongKV(f"block {index} of the sequence has a key that is not its tokens'")
 
     def _again(
@@ -310,7 +322,7 @@ class EmulatedSequences:
             return ()
         if known.hashed > end:
             known.digest, known.hashed = xxh3_64(), 0
-        known.digest.update(tokens_to_bytes(history.token_ids[known.hashed : end]))
+        known.digest.update(tokens_to_bytes(seen_tokens(history, known.hashed, end)))
         known.hashed = end
         emulated, digest = self._emulated, known.digest.intdigest()
         if step.sample.forced is not None:

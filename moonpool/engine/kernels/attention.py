@@ -49,7 +49,7 @@ def paged_attention(
     Planes are two, K and V; or one plane with latent vectors, which are K and V both. Native kernels and Triton have
     two.
 
-    `kind` adds a window, chunks, a soft cap or sinks. Native kernels have none of them: plain torch attends then.
+    `kind` adds a window, chunks, a soft cap or sinks. With a soft cap plain torch attends in place of native kernels.
 
     `kv` has q's type; or `kv` is int8 or float8_e4m3fn, and each number is the stored value times the token's entry in
     `scales` for this head and plane (K or V), see `moonpool.engine.kernels.kv_quantization`.
@@ -76,8 +76,8 @@ def paged_attention(
     ):
         raise ValueError(f"kind: {kind} does not belong to the plan's window {plan.window} and q's {q.shape[1]} heads")
     name = choose("attention", q.device, q.dtype)
-    if name == "native" and native_head(kv) and kind.plain:
-        _native(q, kv, scales, block_tables, plan, scale, out)
+    if name == "native" and native_head(kv) and kind.soft_cap is None:
+        _native(q, kv, scales, block_tables, plan, scale, out, kind)
     elif name == "triton" and triton_head(kv) and scale > 0.0:
         from moonpool.engine.kernels.triton import ops
 
@@ -164,16 +164,25 @@ def copy_blocks(pool: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def _native(
-    q: Tensor, kv: Tensor, scales: Tensor | None, tables: Tensor, plan: AttentionPlan, scale: float, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    tables: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    out: Tensor,
+    kind: AttentionKind,
 ) -> None:
     native = library.get()
     assert native is not None
     if tables.stride(-1) != 1:
         tables = tables.contiguous()
+    sinks = None if kind.sinks is None else kind.sinks.float().contiguous()
+    seen = library.Seen(kind.window or 0, kind.chunked, sinks)
     if plan.decode.shape[0]:
-        native.decode_attention(q, kv, scales, tables, plan.decode, scale, out)
+        native.decode_attention(q, kv, scales, tables, plan.decode, scale, out, seen)
     if plan.prefill.shape[0]:
-        native.prefill_attention(q, kv, scales, tables, plan.prefill, scale, out)
+        native.prefill_attention(q, kv, scales, tables, plan.prefill, scale, out, seen)
 
 
 def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: AttentionPlan) -> None:

@@ -27,11 +27,6 @@ class AttentionKind:
     chunked: bool = False
     """Whether the window begins anew every `window` tokens: a row sees the row's own chunk up to the row."""
 
-    @property
-    def plain(self) -> bool:
-        """Whether all three are absent."""
-        return self.window is None and self.soft_cap is None and self.sinks is None
-
     def capped(self, scores: Tensor) -> Tensor:
         """Return `scores`, changed in place, with the soft cap."""
         if self.soft_cap is None:

@@ -43,6 +43,7 @@ class PrefillInstance(RoleService):
         engine, emulated = context.engine, context.emulated
         self._numbers = itertools.count(1)
         self.core = PrefillScheduler(_prefill_settings(context, config), context.speeds)
+        self.spans = context.spans
         self.sending = KVSender(engine, self._open_sender, context.spans, context.histograms)
         self.loading = self.open_loader()
         if emulated is not None:
@@ -235,12 +236,14 @@ class PrefillServicer(PoolServicer):
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Compute one prompt; leaving the call cancels the prompt."""
-        taken = await self._instance.submit(request)
-        try:
-            while (event := await taken.next()) is not None:
-                yield event
-        finally:
-            self._instance.cancel(taken)
+        spans, sequence = self._instance.spans, request.sequence
+        with spans.span("prefill", sequence.traceparent, request=sequence.request_id):
+            taken = await self._instance.submit(request)
+            try:
+                while (event := await taken.next()) is not None:
+                    yield event
+            finally:
+                self._instance.cancel(taken)
 
     async def Cancel(  # noqa: N802
         self, request: prefill_pb2.CancelRequest, context: Context

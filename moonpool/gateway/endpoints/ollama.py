@@ -16,12 +16,13 @@ from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.version import installed_version
-from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent
+from moonpool.client import ClusterState, GenerateResult, Message, MessagePart, TokenEvent
 from moonpool.gateway.endpoints.embeddings import EmbeddingBody, EmbeddingFormatter
 from moonpool.gateway.endpoints.models import served_model_names
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, AnswerToolCall
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
@@ -29,8 +30,9 @@ from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.json_response import json_response, to_json_bytes
 from moonpool.gateway.serving.merged_stream import results_of
-from moonpool.gateway.serving.messages import sdk_tool_call
+from moonpool.gateway.serving.messages import check_picture_role, sdk_tool_call
 from moonpool.gateway.serving.offered_tools import ToolBody, chosen_tools
+from moonpool.gateway.serving.pictures import sent_base64
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.tolerance import ToolOrPassedOver, known
 from moonpool.gateway.serving.tool_set import ToolSet
@@ -118,7 +120,6 @@ class OllamaToolCall(Body):
 class OllamaMessage(Body):
     """A message of a conversation."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([],)}
     unknown_ignored = True
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -126,6 +127,21 @@ class OllamaMessage(Body):
     thinking: str | None = None
     tool_calls: FailFastList[OllamaToolCall] | None = None
     tool_name: str | None = None
+    images: FailFastList[str] | None = None
+
+    def to_message(self, field: str) -> Message:
+        """The message without calls, pictures first.
+
+        Raises:
+            InvalidRequest: a picture is no base64, or of a role that has none; names the field.
+        """
+        if not self.images:
+            return {"role": self.role, "content": self.content}
+        check_picture_role(self.role, f"{field}.images")
+        parts: list[MessagePart] = [
+            {"picture": sent_base64(f"{field}.images.{index}", data)} for index, data in enumerate(self.images)
+        ]
+        return {"role": self.role, "content": "", "parts": [*parts, {"text": self.content}]}
 
 
 class OllamaChatBody(OllamaBody):
@@ -138,8 +154,8 @@ class OllamaChatBody(OllamaBody):
         """The messages for the SDK. Calls have no ids in Ollama's form: a tool's message answers the next open call."""
         messages: list[Message] = []
         open_calls: list[str] = []
-        for given in self.messages:
-            message: Message = {"role": given.role, "content": given.content}
+        for index, given in enumerate(self.messages):
+            message = given.to_message(f"messages.{index}")
             if given.role == "assistant":
                 if given.thinking:
                     message["reasoning_content"] = given.thinking
@@ -196,7 +212,7 @@ async def chat(gateway: GatewayContext, request: Request) -> GenerationResponse:
     state = await gateway.cluster.state()
     job = gateway.builder.prepare(checked, state, checked.body.most_tokens(state))
     job.prompts = [{"messages": checked.body.to_messages()}]
-    return _answer(gateway, job, checked.body, is_chat=True)
+    return await _answer(gateway, request, job, checked.body, is_chat=True)
 
 
 async def generate(gateway: GatewayContext, request: Request) -> GenerationResponse:
@@ -209,21 +225,23 @@ async def generate(gateway: GatewayContext, request: Request) -> GenerationRespo
     else:
         system: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
         job.prompts = [{"messages": [*system, {"role": "user", "content": body.prompt}]}]
-    return _answer(gateway, job, body, is_chat=False)
+    return await _answer(gateway, request, job, body, is_chat=False)
 
 
-def _answer(gateway: GatewayContext, job: GenerationJob, body: OllamaBody, *, is_chat: bool) -> GenerationResponse:
+async def _answer(
+    gateway: GatewayContext, request: Request, job: GenerationJob, body: OllamaBody, *, is_chat: bool
+) -> GenerationResponse:
     if "messages" in job.prompts[0]:
         job.set_chat_options(body.chat_options())
-    parser = gateway.builder.offer_tools(job, body.tool_set())
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set()))
     job.stream = body.stream is not False
-    if job.stream:
-        job.headers["content-type"] = NDJSON_TYPE
     return gateway.generate(job, OllamaFormatter(body.model, parser, is_chat=is_chat))
 
 
 class OllamaFormatter(ResponseFormatter):
     """Writes Ollama's objects: for a stream one for each text, a line each, and a last one with the figures."""
+
+    stream_type = NDJSON_TYPE
 
     def __init__(self, model: str, parser: AnswerParser, *, is_chat: bool) -> None:
         """Write answers of `model`; `parser` finds thinking and calls, `is_chat`: as messages, not as texts."""

@@ -23,6 +23,7 @@ from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenA
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerParser, AnswerPart, AnswerToolCall
 from moonpool.gateway.serving.body import Integer
+from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
@@ -101,7 +102,7 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
         job.set_chat_options(body.chat_options())
     if reference := body.cache or cache_reference_of_headers(request.headers):
         known_tools = await apply_cache(gateway, job, reference, body.tool_set(), repeated=body.cache is None)
-    parser = gateway.builder.offer_tools(job, body.tool_set(), known_tools)
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set(), known_tools))
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = CompletionOptions.of(body)
     for name in ("return_token_ids", "add_special_tokens"):

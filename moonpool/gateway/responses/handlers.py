@@ -36,7 +36,7 @@ async def create_response(
     turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
     job.prompts = [{"messages": turn.messages()}]
     job.set_chat_options(body.chat_options())
-    parser = gateway.builder.offer_tools(job, body.tool_set())
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set()))
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = ResponsesOptions(
         echoed_fields=body.echoed_fields(stored=turn.is_stored),

@@ -14,11 +14,15 @@ SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 class AsgiReply:
     """Sends one HTTP response over ASGI."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        """`headers` may be extended until the response starts."""
+    def __init__(self, send: Send, headers: Mapping[str, str], stream_type: str = "") -> None:
+        """`headers` may be extended until the response starts.
+
+        `stream_type` is the media type of a stream, "" = server-sent events.
+        """
         self._send = send
         self.headers = dict(headers)
         self.started = False
+        self._stream_type = stream_type or SSE_MEDIA_TYPE
 
     async def send_json(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send a whole JSON response."""
@@ -30,7 +34,11 @@ class AsgiReply:
         """Send server-sent events, and the head of the response before the first."""
         if not self.started:
             # Without the last header, a proxy that buffers responses holds back the first tokens.
-            plain = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            plain = {
+                "content-type": self._stream_type,
+                "cache-control": "no-cache",
+                "x-accel-buffering": "no",
+            }
             await self._start(200, {**plain, **self.headers})
         await self._send({"type": "http.response.body", "body": content, "more_body": True})
 

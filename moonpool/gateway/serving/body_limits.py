@@ -10,12 +10,14 @@ from moonpool.base.errors import Unavailable
 
 BODY_COPIES = 4
 """Memory for a request in progress, as a multiple of the body's size: the text, and the derived objects."""
+SCORE_BYTES = 100
+"""Of an answer's log probability as JSON: one of an answer that is sent whole counts as so many bytes of a body."""
 MAX_PACED = 1024
 """Tenants beyond which those whose bytes are all due are forgotten."""
 
 
 class BodyMemory:
-    """The memory that the bodies of all requests in progress may take.
+    """The memory that all requests in progress may take: bodies, and log probabilities of answers that are sent whole.
 
     A tenant may take as much as is still free, so that one tenant gets at most half of the memory, and a later tenant
     finds some.
@@ -43,7 +45,7 @@ class BodyMemory:
             wanted = num_bytes * BODY_COPIES
             if self._held[tenant] + wanted > self._most_bytes - self.held_bytes:
                 raise Unavailable(
-                    f"the bodies of requests in progress take as much as body_memory_bytes allows ({self._most_bytes})"
+                    f"requests and log probabilities in progress take all of body_memory_bytes ({self._most_bytes})"
                 )
             taken += wanted
             self._held[tenant] += wanted

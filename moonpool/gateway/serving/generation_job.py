@@ -78,6 +78,21 @@ class GenerationJob:
             self.sampling.max_tokens,
         )
 
+    def span_attributes(self) -> dict[str, object]:
+        """What the request asks for, under OpenTelemetry's names for generative AI."""
+        sampling, chat = self.sampling, any("messages" in prompt for prompt in self.prompts)
+        return {
+            "gen_ai.operation.name": "chat" if chat else "text_completion",
+            "gen_ai.provider.name": "moonpool",
+            "gen_ai.request.model": self.model_name,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": sampling.n,
+            "gen_ai.request.stream": self.stream,
+            "moonpool.request_id": self.request_id,
+        }
+
     def charge_request(self) -> None:
         """Charge a request's costs beside tokens: further answers, a format, prompts' log probabilities."""
         sampling, budget = self.sampling, self.budget

@@ -7,29 +7,40 @@ all the client's requests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import MoonpoolError, Unavailable
-from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces, TenantTurns
+from moonpool.base.telemetry.spans import CURRENT, OpenSpan
 from moonpool.client import (
     AsyncClient,
     AsyncTokenStream,
     GenerateResult,
+    TokenEvent,
 )
 from moonpool.client.tracing import traceparent
 from moonpool.gateway.serving.asgi_reply import AsgiReply, to_nobody
+from moonpool.gateway.serving.body_limits import SCORE_BYTES, BodyMemory
 from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
-from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.json_response import to_json_bytes, to_json_in_pieces
 from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
+from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.served_request import served_request
+
+T = TypeVar("T")
+MAX_LOOP_SCORES = 256
+"""Log probabilities whose text is written on the loop at once: about half a millisecond. More are for a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +48,14 @@ class AnswerTurns:
     """Turns of tenants for the answers of this gateway.
 
     Attributes:
+        threads: write many log probabilities.
+        memory: has those of answers that are sent whole.
         begun: places of lists' prompts that have no token yet.
-        writing: writes tokens' log probabilities, between other answers' tokens.
+        writing: writes few log probabilities, between other answers' tokens.
     """
 
+    threads: TenantTurns
+    memory: BodyMemory
     begun: TenantPlaces = field(default_factory=lambda: TenantPlaces(MAX_BEGUN_PROMPTS))
     writing: LoopTurns = field(default_factory=LoopTurns)
 
@@ -53,20 +68,24 @@ class GenerationResponse:
         client: AsyncClient,
         metrics: GatewayMetrics,
         turns: AnswerTurns,
+        pictures: PictureReader,
         job: GenerationJob,
         formatter: ResponseFormatter,
     ) -> None:
         self._client = client
         self._metrics = metrics
         self._turns = turns
+        self._pictures = pictures
         self._job = job
         self._formatter = formatter
         self._notes: dict[str, object] = {}  # for the log
+        self._span = OpenSpan("", "", "", 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._notes = served_request(scope).notes
+        reply = AsgiReply(send, self._job.headers, self._formatter.stream_type)
         try:
-            await while_connected(receive, self._respond(AsgiReply(send, self._job.headers)))
+            await while_connected(receive, self._respond(reply))
         except ClientGoneError:
             return
 
@@ -83,12 +102,21 @@ class GenerationResponse:
 
     async def _attempt(self, reply: AsgiReply) -> ErrorResponse | None:
         """Send the answer. Returns what went wrong, or None."""
-        traceparent.set(self._job.traceparent)  # in the context of this task only
-        with self._metrics.request(self._job.asked_for()) as request_metrics:
+        job = self._job
+        with (
+            CURRENT.get().span(
+                f"generate {job.model_name}", job.traceparent, starts=True, **job.span_attributes()
+            ) as span,
+            self._metrics.request(job.asked_for()) as request_metrics,
+        ):
+            self._span = span
+            traceparent.set(span.traceparent or job.traceparent)  # in the context of this task only
             try:
+                self._job.prompts = await self._pictures.read_prompts(self._tenant, self._job.prompts)
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
                 request_metrics.failed()
+                span.attributes["error.type"] = type(error).__name__
                 response = error_response(self._job.named_error(error))
                 self._metrics.refused(response.status, response.code or "")
                 self._notes.update(response.notes())
@@ -102,15 +130,21 @@ class GenerationResponse:
             await reply.send_json(error.status, to_json_bytes(self._formatter.error_body(error)), error.headers)
 
     async def _answer(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
-        async with self._token_stream(request_metrics, whole=True) as tokens:
-            async for event in tokens:
-                self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
-        result = self._finished(tokens, request_metrics)
-        self._start(reply, tokens)
-        reply.headers.update(self._job.result_headers(result))
-        content = self._formatter.full_response(result)
-        await self._formatter.keep()
-        await reply.send_json(200, to_json_bytes(content))
+        with self._turns.memory.hold(self._tenant) as take:
+            scores = 0
+            async with self._token_stream(request_metrics, whole=True) as tokens:
+                async for event in tokens:
+                    self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+                    if new := num_scores(event.prompt_logprobs, event.logprobs):
+                        take(new * SCORE_BYTES)
+                        scores += new
+            result = self._finished(tokens, request_metrics)
+            self._start(reply, tokens)
+            reply.headers.update(self._job.result_headers(result))
+            to_json = to_json_in_pieces if scores > MAX_LOOP_SCORES else to_json_bytes
+            content = await self._written(lambda: to_json(self._formatter.full_response(result)), scores)
+            await self._formatter.keep()
+            await reply.send_json(200, content)
         self._job.on_finished(result)
 
     async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
@@ -125,21 +159,12 @@ class GenerationResponse:
         async with self._token_stream(request_metrics, whole=False) as tokens:
             async for event in tokens:
                 request_metrics.tokens()
-                if event.logprobs:
-                    await self._turns.writing.begin(self._tenant, len(event.token_ids))
-                formatter.add_tokens(event)
-                formatter.count_tokens(tokens.prompt_tokens, len(event.token_ids))
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
-                first = b""
                 if not started:
-                    started = True
                     self._start(reply, tokens)
-                    first = b"".join(formatter.first_events())
-                if event.finish_reason is not None:
-                    content = first + formatter.last_text_event(event.text, event.choice, event.finish_reason)
-                else:
-                    content = first + (formatter.text_event(event.text, event.choice) if event.text else b"")
-                if content:
+                write = partial(self._event_text, event, tokens.prompt_tokens, is_first=not started)
+                started = True
+                if content := await self._written(write, num_scores(event.prompt_logprobs, event.logprobs)):
                     yield content
         result = self._finished(tokens, request_metrics)
         if not started:
@@ -149,6 +174,23 @@ class GenerationResponse:
         await formatter.keep()
         yield last
         self._job.on_finished(result)
+
+    def _event_text(self, event: TokenEvent, prompt_tokens: int, *, is_first: bool) -> bytes:
+        formatter = self._formatter
+        formatter.add_tokens(event)
+        formatter.count_tokens(prompt_tokens, len(event.token_ids))
+        first = b"".join(formatter.first_events()) if is_first else b""
+        if event.finish_reason is not None:
+            return first + formatter.last_text_event(event.text, event.choice, event.finish_reason)
+        return first + (formatter.text_event(event.text, event.choice) if event.text else b"")
+
+    async def _written(self, write: Callable[[], T], scores: int) -> T:
+        """Result of `write`, which writes so many log probabilities, in the tenant's turn."""
+        if scores > MAX_LOOP_SCORES:
+            return await self._turns.threads.run(self._tenant, write)
+        if scores:
+            await self._turns.writing.begin(self._tenant, float(scores))
+        return write()
 
     def _token_stream(self, request_metrics: RequestMetrics, *, whole: bool) -> AsyncTokenStream | MergedStream:
         def placed() -> None:
@@ -178,6 +220,15 @@ class GenerationResponse:
         result = _completed_result(tokens)
         request_metrics.finished(result)
         placement, usage, timing = tokens.placement, result.usage, result.timing
+        self._span.attributes |= {
+            "gen_ai.response.finish_reasons": [result.finish_reason],
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.latency.time_to_first_token": timing.ttft_s,
+            "gen_ai.latency.time_in_queue": timing.queue_s,
+            "gen_ai.latency.e2e": timing.e2e_s,
+        }
         self._notes |= {
             "model": self._job.model_name,
             "stream": self._job.stream,
@@ -201,6 +252,11 @@ class GenerationResponse:
         reply.headers["x-request-id"] = self._job.client_id or tokens.request_id
         placement = tokens.placement
         self._formatter.start(tokens.request_id, emulated=placement is not None and placement.emulated)
+
+
+def num_scores(*logprobs: Iterable[TokenLogprobs | None]) -> int:
+    """Log probabilities of tokens, and of the likely tokens beside each."""
+    return sum(1 + len(token.top) for tokens in logprobs for token in tokens if token is not None)
 
 
 def _completed_result(tokens: AsyncTokenStream | MergedStream) -> GenerateResult:

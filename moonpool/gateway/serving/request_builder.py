@@ -119,7 +119,9 @@ class RequestBuilder:
             marks = reasoning.begin, reasoning.end
             job.arguments["sampling"] = replace(job.sampling, thinking_budget=budget, thinking_marks=marks)
 
-    def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
+    async def offer_tools(
+        self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None
+    ) -> AnswerParser:
         """Let the model call `tools`. Returns the parser that finds thinking and calls in the answers.
 
         `known` are tools that the prompt has already; they count if `tools` is None.
@@ -148,14 +150,14 @@ class RequestBuilder:
         if offered is not None and row is not None and not job.sampling.response_format:
             thinking = None
             if reasoning is not None:
-                thinking = Thinking(reasoning.begin, reasoning.end, self._is_thinking(job))
+                thinking = Thinking(reasoning.begin, reasoning.end, await self._is_thinking(job))
             if grammar := offered.grammar(row, AnswerGrammar(special_id, thinking)):
                 job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
                 job.format_field = "tools"
         reading = AnswerReading(offered, row, calls_before=_num_calls(job))
         if reasoning is not None:
             count = partial(self._tokenizer.tokens_through, reasoning.end)
-            is_thinking = self._is_thinking(job)
+            is_thinking = await self._is_thinking(job)
             reading = replace(reading, reasoning=reasoning, thinks_at_once=is_thinking, count_reasoning=count)
         return AnswerParser(reading)
 
@@ -175,12 +177,13 @@ class RequestBuilder:
         job.format_field = "tools"
         return AnswerParser(AnswerReading(offered))
 
-    def _is_thinking(self, job: GenerationJob) -> bool:
+    async def _is_thinking(self, job: GenerationJob) -> bool:
         """Whether the prompts begin the thinking. Prompts of token ids and continued answers do not."""
         arguments = job.arguments
         if arguments.get("continue_final_message") or "messages" not in job.prompts[0]:
             return False
-        return self._tokenizer.thinks_at_once(arguments.get("chat_template_kwargs") or {})
+        kwargs = arguments.get("chat_template_kwargs") or {}
+        return await self._tokenizer.thinks_at_once(arguments.get("tenant", ""), kwargs)
 
     async def prompt_token_ids(self, job: GenerationJob, *, special: bool) -> list[Sequence[int]]:
         """Tokens of each prompt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from moonpool.client import (
     GenerateResult,
@@ -13,7 +13,13 @@ from moonpool.gateway.serving.errors import ErrorResponse
 
 
 class ResponseFormatter(Protocol):
-    """Writes one API's responses. `start` is called before the other methods."""
+    """Writes one API's responses. `start` is called before the other methods.
+
+    Attributes:
+        stream_type: media type of a stream, "" = server-sent events; an error before the stream begins is JSON.
+    """
+
+    stream_type: ClassVar[str] = ""
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         """Take the request's id. The first tokens have arrived. `emulated`: the cluster emulates compute."""

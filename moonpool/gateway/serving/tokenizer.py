@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from pydantic_core import to_json
 
 from moonpool.base.answer_formats import (
     FORMATS,
@@ -26,6 +27,8 @@ AUTO = "auto"
 GENERIC_FORMAT = FORMATS["hermes"]
 """Format of the calls that `moonpool.base.checkpoint.generic_tools` asks for."""
 MAX_TEMPLATE_VARIANTS = 64
+MAX_VARIANT_BYTES = 4096
+"""Of a template's variables as JSON, by which is kept whether the template begins the thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class GatewayTokenizer:
         self._threads = threads
         self.found = chosen_format(tokenizer, parsers, architecture)
         """How the model writes answers, and what a person should know of that."""
-        self._thinks_at_once: dict[str, bool] = {}  # by the template's variables
+        self._thinks_at_once: dict[bytes, bool] = {}  # by the template's variables
 
     async def encode(self, tenant: str, text: str, max_tokens: int, *, special: bool) -> list[int]:
         """Tokens of a text; `special`: with the special tokens that begin a prompt.
@@ -116,9 +119,11 @@ class GatewayTokenizer:
         Raises:
             InvalidRequest: the chat template refuses the messages, or there are more than `max_tokens` tokens.
         """
+        _check_text_only(messages)
 
         def run() -> list[int]:
-            self._check_chars("messages", sum(len(message["content"]) for message in messages), max_tokens)
+            num_chars = sum(len(message["content"]) for message in messages)
+            _check("messages", self._tokenizer.is_too_large(num_chars, max_tokens), max_tokens)
             chat = self._tokenizer.render_chat(messages, tools, options)
             self._check_longer("messages", chat.text, max_tokens)
             return self._tokenizer.encode_chat(chat, special)
@@ -206,20 +211,28 @@ class GatewayTokenizer:
         """How the model marks thinking; None if the model does not think, or the cluster serves another model."""
         return self.found.reasoning if served == self._name else None
 
-    def thinks_at_once(self, template_kwargs: Mapping[str, Any]) -> bool:
+    async def thinks_at_once(self, tenant: str, template_kwargs: Mapping[str, Any]) -> bool:
         """Whether the chat template begins the thinking, so that answers begin within the thinking."""
-        key = json.dumps(template_kwargs, sort_keys=True)
-        if key not in self._thinks_at_once:
-            try:
-                options = ChatOptions(template_kwargs=template_kwargs)
-                prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text
-            except InvalidRequest:  # the conductor says what is wrong, if the request's own messages are refused, too
-                return False
+        reasoning = self.found.reasoning
+        if reasoning is None:
+            return False
+        key = to_json(template_kwargs)
+        if (known := self._thinks_at_once.get(key)) is not None:
+            return known
+
+        def begins_thinking() -> bool:
+            options = ChatOptions(template_kwargs=template_kwargs)
+            return reasoning.is_open(self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text)
+
+        try:
+            is_open = await self._threads.run(tenant, begins_thinking)
+        except InvalidRequest:  # the conductor says what is wrong, if the request's own messages are refused, too
+            return False
+        if len(key) <= MAX_VARIANT_BYTES:
             if len(self._thinks_at_once) >= MAX_TEMPLATE_VARIANTS:
                 self._thinks_at_once.clear()
-            reasoning = self.found.reasoning
-            self._thinks_at_once[key] = reasoning is not None and reasoning.is_open(prompt)
-        return self._thinks_at_once[key]
+            self._thinks_at_once[key] = is_open
+        return is_open
 
     @property
     def chats(self) -> bool:
@@ -253,11 +266,15 @@ class GatewayTokenizer:
         return self._tokenizer.encode(text, add_special=special)
 
     def _check_longer(self, field: str, text: str, max_tokens: int) -> None:
-        self._check_chars(field, len(text), max_tokens)
-        if self._tokenizer.is_longer(text, max_tokens):
-            raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
+        _check(field, self._tokenizer.is_longer(text, max_tokens), max_tokens)
 
-    def _check_chars(self, field: str, chars: int, max_tokens: int) -> None:
-        """Refuse text that is too long for any tokenization, before tokenising."""
-        if chars > max_tokens * self._tokenizer.longest_token_chars:
-            raise InvalidRequest(field, f"{chars} characters make more than {max_tokens} tokens, the model's length")
+
+def _check(field: str, is_longer: bool, max_tokens: int) -> None:
+    if is_longer:
+        raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
+
+
+def _check_text_only(messages: Sequence[Message]) -> None:
+    """Refuse pictures: the conductor alone knows their tokens."""
+    if any("picture" in part for message in messages for part in message.get("parts", ())):
+        raise InvalidRequest("messages", "tokens of prompts with pictures are not told before the answer")

@@ -115,6 +115,7 @@ function edit(turn) {
   fit();
   byId("cancel").hidden = !turn;
   byId("text-label").textContent = turn ? "Edit: what followed this turn is replaced" : "Your turn";
+  byId("text-label").classList.toggle("unseen", !turn);
   if (turn) byId("text").focus();
 }
 
@@ -208,7 +209,12 @@ async function answer() {
 async function listen(own, turn, { said, more }, signal) {
   const began = performance.now();
   const figures = (turn.figures = { id: "", reason: "incomplete" });
-  const drawn = new GrowingText(said);
+  const following = (draw) => {
+    const follows = isAtEnd();
+    draw();
+    if (follows && own === conversation) follow();
+  };
+  const drawn = new GrowingText(said, following);
   let [first, kept] = [0, began];
   const numbers = NUMBERS.filter((name) => byId(name).value.trim()).map((name) => [name, Number(byId(name).value)]);
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
@@ -220,21 +226,24 @@ async function listen(own, turn, { said, more }, signal) {
     Object.assign(figures, usage && {
       prompt_tokens: usage.prompt_tokens,
       completion_tokens: usage.completion_tokens,
-      cached_tokens: usage.prompt_tokens_details?.cached_tokens,
+      cached_tokens: usage.prompt_tokens_details?.cached_tokens ?? figures.cached_tokens,
     });
     if (!choice) continue;
     const now = performance.now();
-    first ||= now;
+    if (!first) {
+      first = now;
+      located(figures); // so that the figures tell where while the answer comes
+    }
     figures.ttft_s = (first - began) / 1000;
     if (figures.completion_tokens > 1) figures.tpot_s = (now - first) / 1000 / (figures.completion_tokens - 1);
     figures.reason = choice.finish_reason ?? figures.reason;
     turn.content += choice.delta.content ?? "";
     turn.reasoning += choice.delta.reasoning_content ?? "";
-    const follows = isAtEnd();
     if (turn.content) drawn.update(turn.content);
-    else said.textContent = turn.reasoning;
-    more.replaceChildren(note({ ...figures, reason: "" }));
-    if (follows && own === conversation) follow();
+    following(() => {
+      if (!turn.content) said.textContent = turn.reasoning;
+      more.replaceChildren(note({ ...figures, reason: "" }));
+    });
     if (now - kept > KEEP_MS) {
       kept = now;
       keep(own);

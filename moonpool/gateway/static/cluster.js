@@ -5,7 +5,7 @@ import { bar, byId, bytes, count, el, percent, seconds, svg } from "./dom.js";
 
 const EVERY_MS = 1000;
 const KEPT = 120; // points of a curve
-const curves = { ttft: [], tpot: [], hits: [] };
+const curves = {}; // by name: the newest value last
 let timer = null;
 
 export function show() {
@@ -34,10 +34,8 @@ function draw(state) {
   byId("figures").replaceChildren(...figures(state));
   const role = (each) => (each.computes_prompts ? "both" : each.kind);
   const groups = ["prefill", "decode", "both", "kvstore"].map((name) => [name, state.instances.filter((each) => role(each) === name)]);
-  byId("map").replaceChildren(...groups.filter(([, found]) => found.length).flatMap(([kind, found]) => [
-    el("h2", {}, kind),
-    el("div", { class: "kind" }, found.map(instance)),
-  ]));
+  byId("map").replaceChildren(...groups.filter(([, found]) => found.length).map(([kind, found]) =>
+    el("div", { class: "kind" }, el("h2", {}, kind), found.map(instance))));
 }
 
 /** Whether a decode instance computes whole prompts, too. */
@@ -53,45 +51,46 @@ function flow({ recent, queue, instances }) {
   const stored = stores.flatMap(({ tiers }) => tiers).reduce((total, { blocks }) => total + blocks, 0);
   const many = (number, name) => `${count(number)} ${name}${number === 1 ? "" : "s"}`;
   const stations = [
-    station("clients", `${(recent.requests / window).toFixed(1)}/s`, "answered"),
-    station("conductor", count(queue.for_limits + queue.for_room), "wait for a place"),
-    prefills.length ? station(many(prefills.length, "prefill"), count(sum(prefills, "queued_tokens")), "prompt tokens queued") : null,
-    station("KV pool", count(kept + stored), `blocks kept, ${percent(recent.usage.cached_tokens, recent.usage.prompt_tokens)} of prompts from here`),
-    decodes.length ? station(many(decodes.length, decodes.some(isBoth) ? "engine" : "decode"), count(sum(decodes, "running")),
+    station("clients", recent.requests / window, "answered per second", (value) => value.toFixed(1)),
+    station("conductor", queue.for_limits + queue.for_room, "wait for a place"),
+    prefills.length ? station(many(prefills.length, "prefill"), sum(prefills, "queued_tokens"), "prompt tokens queued") : null,
+    station("KV pool", kept + stored, `blocks kept, ${percent(recent.usage.cached_tokens, recent.usage.prompt_tokens)} of prompts from here`),
+    decodes.length ? station(many(decodes.length, decodes.some(isBoth) ? "engine" : "decode"), sum(decodes, "running"),
       `answers run, ${(recent.usage.completion_tokens / window).toFixed(1)} tokens/s`) : null,
   ].filter((part) => part !== null);
   return stations.flatMap((part, at) => (at ? [el("span", { "aria-hidden": "true" }, "→"), part] : [part]));
 }
 
-const station = (name, value, more) => el("article", {}, el("h2", {}, name),
-  el("p", { class: "big" }, value), el("p", { class: "note" }, more));
+const station = (name, value, more, shown = count) => el("article", {}, el("h2", {}, name),
+  el("p", { class: "big" }, shown(value)), el("p", { class: "note" }, more), curve(name, value));
 
 function figures({ recent, queue, conductor, emulated, ready }) {
   const { usage, window_s: window } = recent;
   const hits = usage.prompt_tokens ? usage.cached_tokens / usage.prompt_tokens : 0;
-  const points = { ttft: recent.ttft_s.p50, tpot: recent.tpot_s.p50, hits };
-  for (const [name, value] of Object.entries(points)) curves[name] = [...curves[name], value].slice(-KEPT);
   const rate = (value) => (window ? (value / window).toFixed(1) : "0");
   const waiting = queue.for_limits + queue.for_room;
   return [
-    figure("TTFT, half are below", seconds(recent.ttft_s.p50), `p99 ${seconds(recent.ttft_s.p99)}`, curves.ttft),
-    figure("TPOT, half are below", seconds(recent.tpot_s.p50), `p99 ${seconds(recent.tpot_s.p99)}`, curves.tpot),
+    figure("TTFT, half are below", seconds(recent.ttft_s.p50), `p99 ${seconds(recent.ttft_s.p99)}`, recent.ttft_s.p50),
+    figure("TPOT, half are below", seconds(recent.tpot_s.p50), `p99 ${seconds(recent.tpot_s.p99)}`, recent.tpot_s.p50),
     figure("Prompt tokens from the cache", percent(usage.cached_tokens, usage.prompt_tokens),
-      `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)}`, curves.hits),
-    figure("Answered per second", rate(recent.requests), `${rate(usage.completion_tokens)} tokens`),
+      `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)}`, hits),
+    figure("Answered per second", rate(recent.requests), `${rate(usage.completion_tokens)} tokens`, usage.completion_tokens / (window || 1)),
     figure("Waiting at the conductor", count(waiting), `${queue.for_limits} for limits, ${queue.for_room} for room`),
     figure("Conductor", ready ? "ready" : "not ready", emulated ? `${conductor}, emulated: ${emulated}` : conductor),
   ];
 }
 
-function figure(name, value, more, points = null) {
+function figure(name, value, more, point = null) {
   const text = el("dl", {}, el("dt", {}, name), el("dd", {}, value, " ", el("small", {}, more)));
-  return el("div", { class: "figure" }, text, points && curve(points));
+  return el("div", { class: "figure" }, text, point === null ? null : curve(name, point));
 }
 
-function curve(points) {
+/** The history of a figure, whose value now is given; the newest to the right. */
+function curve(name, now) {
+  const points = (curves[name] = [...(curves[name] ?? []), now].slice(-KEPT));
   const top = Math.max(...points) || 1;
-  const line = points.map((value, at) => `${(100 * at) / (KEPT - 1)},${29 - (27 * value) / top}`).join(" ");
+  const x = (at) => 100 - (100 * (points.length - 1 - at)) / (KEPT - 1);
+  const line = points.map((value, at) => `${x(at)},${29 - (27 * value) / top}`).join(" ");
   const frame = { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" };
   const look = { points: line, fill: "none", stroke: "currentColor", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" };
   return svg("svg", frame, svg("polyline", look));

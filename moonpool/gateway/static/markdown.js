@@ -5,6 +5,8 @@ import { button, copy, el } from "./dom.js";
 
 const MAX_CHARS = 32768; // as the gateway's MAX_MARKDOWN_CHARS
 const KEPT = 200;
+const PAUSE_MS = 150; // between two renderings of a text that grows
+const PAUSE_TIMES = 9; // as long as a rendering took: the gateway renders a tenth of the time at most
 const FENCE = /^ {0,3}(`{3,}|~{3,})/;
 const rendered = new Map();
 
@@ -16,16 +18,29 @@ export async function markdown(text) {
     if (rendered.size >= KEPT) rendered.clear();
     rendered.set(text, html);
   }
-  const { body } = new DOMParser().parseFromString(rendered.get(text), "text/html");
+  return nodesOf(rendered.get(text));
+}
+
+/** As `markdown`, of a text that still grows. */
+async function unfinished(text) {
+  return text.length > MAX_CHARS ? [text] : nodesOf((await post("/moonpool/markdown", { text })).html);
+}
+
+function nodesOf(html) {
+  const { body } = new DOMParser().parseFromString(html, "text/html");
   for (const code of body.querySelectorAll("pre > code")) {
     code.parentElement.replaceWith(block(code.className.replace("language-", ""), code));
   }
-  for (const found of body.querySelectorAll("table")) {
-    const frame = el("div", { class: "wide-table", tabindex: "0", role: "region", "aria-label": "Table" });
-    found.replaceWith(frame);
-    frame.append(found);
-  }
+  for (const found of body.querySelectorAll("table")) frame(found, "wide-table", "Table");
+  for (const found of body.querySelectorAll("math[display='block']")) frame(found, "formula", "Formula");
   return [...body.childNodes];
+}
+
+/** Puts what may be wide into a box that scrolls. */
+function frame(found, kind, name) {
+  const box = el("div", { class: kind, tabindex: "0", role: "group", "aria-label": name });
+  found.replaceWith(box);
+  box.append(found);
 }
 
 function block(language, code) {
@@ -33,51 +48,57 @@ function block(language, code) {
   return el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code));
 }
 
-/** Draws a text in Markdown while it grows: what is whole is rendered once, the rest stays text until it is whole. */
+/** Draws a text in Markdown while it grows: what is whole is rendered once, the rest again and again. */
 export class GrowingText {
   #element;
+  #change;
   #rest = el("div", { class: "rest" });
   #done = 0; // characters that are drawn for good
+  #drawn = ""; // the text that is drawn
   #text = "";
   #busy = false;
 
-  constructor(element) {
+  /** Draws into `element`; `change(draw)` calls `draw`, which changes the element's height. */
+  constructor(element, change) {
     this.#element = element;
-    element.classList.add("rendered");
-    element.replaceChildren(this.#rest);
+    this.#change = change;
   }
 
   /** The text is this now; it begins with the text before. */
   update(text) {
-    this.#text = text;
-    this.#draw();
-    if (!this.#busy) this.#render();
-  }
-
-  #draw() {
-    const rest = this.#text.slice(this.#done);
-    const opened = FENCE.exec(rest);
-    if (!opened) {
-      this.#rest.replaceChildren(rest);
-      return;
+    if (!this.#text) {
+      this.#element.classList.add("rendered");
+      this.#element.replaceChildren(this.#rest);
     }
-    const [first, ...lines] = rest.split("\n");
-    const language = first.trim().replace(/^[`~]+/, "").trim();
-    this.#rest.replaceChildren(block(language, el("code", {}, lines.join("\n"))));
+    this.#text = text;
+    if (!this.#busy) this.#render();
   }
 
   async #render() {
     this.#busy = true;
-    for (let end = whole(this.#text, this.#done); end > this.#done; end = whole(this.#text, this.#done)) {
-      const part = this.#text.slice(this.#done, end);
-      const nodes = await markdown(part).catch(() => [part]);
-      this.#rest.before(...nodes);
-      this.#done = end;
-      this.#draw();
+    while (this.#drawn !== this.#text) {
+      const text = this.#text;
+      const end = whole(text, this.#done);
+      if (end > this.#done) {
+        const nodes = await rendering(markdown, text.slice(this.#done, end));
+        this.#change(() => {
+          this.#rest.before(...nodes);
+          this.#rest.replaceChildren();
+        });
+        this.#done = end;
+      }
+      const began = performance.now();
+      const nodes = await rendering(unfinished, text.slice(this.#done));
+      this.#change(() => this.#rest.replaceChildren(...nodes));
+      this.#drawn = text;
+      const pause = Math.max(PAUSE_MS, PAUSE_TIMES * (performance.now() - began));
+      await new Promise((done) => { setTimeout(done, pause); });
     }
     this.#busy = false;
   }
 }
+
+const rendering = (how, text) => (text ? how(text).catch(() => [el("p", { class: "plain" }, text)]) : []);
 
 /** The end of the last paragraph, list or block of code behind `from` to which nothing is added any more. */
 function whole(text, from) {

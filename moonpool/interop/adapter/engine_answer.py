@@ -91,10 +91,11 @@ class EngineAnswer:
 
     async def _read(self, client: EngineClient, prompt: EnginePrompt) -> EnginePrompt | None:
         """Take what the engine generates for a prompt; return what to ask next, or None if the answer is over."""
-        outputs = client.generate(prompt)
+        outputs, loop = client.generate(prompt), asyncio.get_running_loop()
+        latest = loop.time() + TOKEN_TIMEOUT_S  # of the next token, whatever else the engine says meanwhile
         try:
             while True:
-                async with asyncio.timeout(TOKEN_TIMEOUT_S):
+                async with asyncio.timeout_at(latest):
                     output = await anext(outputs, None)
                 if output is None:
                     return None
@@ -102,6 +103,7 @@ class EngineAnswer:
                     self.told_cached(output.cached_tokens)
                 if not output.token_ids and not output.finish:
                     continue
+                latest = loop.time() + TOKEN_TIMEOUT_S
                 if self._take(output):
                     return None if self.finish else self._behind_thinking()
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 
@@ -14,6 +15,11 @@ CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0
 LINE_BYTES = 1 << 20
 """Longest line in a stream of server-sent events."""
+ANSWER_BYTES = 16 << 20
+"""Longest answer that is no stream."""
+REASON_CHARS = 200
+_LOST = (aiohttp.ClientError, HttpProcessingError, TimeoutError, ValueError, RecursionError)
+"""What a lost or broken engine raises; JSON that is nested too deep a RecursionError."""
 
 
 class EngineHttp:
@@ -39,7 +45,9 @@ class EngineHttp:
                 raise ConfigError("engine_ca", f"{ca}: {error}") from error
         self._client = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=trusted),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            # Compressed answers may be small on the way and large here.
+            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
+            auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=LINE_BYTES,
         )
@@ -50,9 +58,9 @@ class EngineHttp:
     async def get(self, path: str) -> str:
         """The text at a path; raises Unavailable."""
         try:
-            async with self._client.get(self.url + path, timeout=_asking()) as response:
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
+            async with self._client.get(self.url + path, timeout=_asking(), allow_redirects=False) as response:
+                text = (await _whole(response)).decode()
+        except _LOST as error:
             raise self.lost(error) from error
         if response.status != 200:
             raise Unavailable(f"{self.name} at {self.url}: {path} answers {response.status}")
@@ -62,15 +70,15 @@ class EngineHttp:
         """The JSON at a path; raises Unavailable."""
         try:
             return msgspec.json.decode(await self.get(path))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise self.lost(error) from error
 
     async def posted(self, path: str) -> bool:
         """Whether the engine does what a path says; raises Unavailable."""
         try:
-            async with self._client.post(self.url + path, timeout=_asking()) as response:
+            async with self._client.post(self.url + path, timeout=_asking(), allow_redirects=False) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except _LOST as error:
             raise self.lost(error) from error
 
     async def post_json(self, path: str, body: object) -> Any:
@@ -81,11 +89,12 @@ class EngineHttp:
             InvalidRequest: the engine refuses the request.
         """
         try:
-            async with self._client.post(self.url + path, json=body) as response:
+            async with self._client.post(self.url + path, json=body, allow_redirects=False) as response:
+                content = await _whole(response)
                 if response.status != 200:
-                    raise self._refusal(response.status, await response.text())
-                return msgspec.json.decode(await response.read())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                    raise self._refusal(response.status, content)
+                return msgspec.json.decode(content)
+        except _LOST as error:
             raise self.lost(error) from error
 
     async def events(
@@ -93,16 +102,17 @@ class EngineHttp:
     ) -> AsyncGenerator[Any, None]:
         """The messages of a stream of server-sent events, up to `[DONE]`. Raises as `post_json`."""
         try:
-            async with self._client.post(self.url + path, json=body, headers=headers) as response:
+            asked = self._client.post(self.url + path, json=body, headers=headers, allow_redirects=False)
+            async with asked as response:
                 if response.status != 200:
-                    raise self._refusal(response.status, await response.text())
+                    raise self._refusal(response.status, await _whole(response))
                 async for line in response.content:
                     data = line[5:].strip() if line.startswith(b"data:") else b""
                     if data == b"[DONE]":
                         return
                     if data:
                         yield msgspec.json.decode(data)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except _LOST as error:
             raise self.lost(error) from error
         raise Unavailable(f"{self.name} broke off an answer")
 
@@ -110,15 +120,25 @@ class EngineHttp:
         """What an error on the way means."""
         return Unavailable(f"{self.name} at {self.url}: {error or type(error).__name__}")
 
-    def _refusal(self, status: int, text: str) -> Exception:
+    def _refusal(self, status: int, content: bytes) -> Exception:
         try:
-            error = msgspec.json.decode(text)["error"]
-            told = error["message"] if isinstance(error, Mapping) else error
-        except (msgspec.DecodeError, KeyError, TypeError):
-            told = text[:200]
+            error = msgspec.json.decode(content)["error"]
+            told = str(error["message"] if isinstance(error, Mapping) else error)
+        except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+            told = content.decode(errors="replace")
         if 400 <= status < 500 and status not in (408, 429):
-            return InvalidRequest("sequence", f"{self.name} refuses it: {told}")
-        return Unavailable(f"{self.name} answers {status}: {told}")
+            return InvalidRequest("sequence", f"{self.name} refuses it: {told[:REASON_CHARS]}")
+        return Unavailable(f"{self.name} answers {status}: {told[:REASON_CHARS]}")
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """An answer's body. Raises ValueError if the body is too long."""
+    content = bytearray()
+    async for piece in response.content.iter_any():
+        content += piece
+        if len(content) > ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {ANSWER_BYTES} bytes")
+    return bytes(content)
 
 
 def endpoint_for(endpoint: str, rank: int, host: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from moonpool.base import world
 from moonpool.base.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport
-from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.process import ProcessContext
@@ -20,6 +20,7 @@ from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.interop.adapter.adapter import Adapter
 from moonpool.interop.adapter.base import EngineClient, EngineFacts
 from moonpool.interop.adapter.calibration import keeps_kv, measured_speeds
+from moonpool.interop.adapter.checked_client import CheckedClient
 from moonpool.interop.adapter.config import AdapterConfig
 from moonpool.interop.adapter.engine_http import EngineHttp
 from moonpool.interop.adapter.engine_life import EngineLife, ServedCheckpoint, identify_loras
@@ -58,7 +59,8 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
         security = Security.of(config)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         name, made = ENGINE_CLIENTS[config.kind]
-        client = made(EngineHttp(name, config.engine, config.engine_api_key, config.engine_ca))
+        http = EngineHttp(name, config.engine, config.engine_api_key, config.engine_ca)
+        client = CheckedClient(made(http), checkpoint.config.vocab_size)
         stack.push_async_callback(client.aclose)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
         adapter = Adapter(config, beside)
@@ -118,7 +120,7 @@ async def _live(
         if config.kvstores:
             facts = await client.describe()  # the namespace is told with the first answer
         _, load = await client.load()
-    except Unavailable as error:
+    except (Unavailable, InvalidRequest) as error:
         log.warning("the engine answers no prompt (yet)", error=str(error))
         await asyncio.sleep(RETRY_S)
         return

@@ -18,6 +18,7 @@ from moonpool.interop.adapter.base import (
     EnginePrompt,
     refused_options,
 )
+from moonpool.interop.adapter.checked_client import MAX_RANKS
 from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
@@ -92,7 +93,7 @@ class SglangClient(EngineClient):
                 config.get("topic") or "",
                 salt_field=True,
             )
-            for rank in range(ranks)
+            for rank in range(min(ranks, MAX_RANKS + 1))
         ])  # fmt: skip
 
     async def load(self) -> tuple[str, EngineLoad]:

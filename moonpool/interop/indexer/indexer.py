@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq.asyncio
 
+from moonpool.base.cluster.proto_conversion import media_from_proto
 from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.base.kv.keys import tokens_from_bytes, unpack_keys
 from moonpool.base.rpc.channels import Channels
@@ -157,7 +158,9 @@ class Indexer:
             case "chain":
                 chain = message.chain
                 self.cluster.learn_lora(Lora(chain.lora.name, chain.lora.id))
-                self.cluster.named(chain.tenant, chain.cache_salt, tokens_from_bytes(chain.token_ids), chain.lora.name)
+                tokens = tokens_from_bytes(chain.token_ids)
+                media = media_from_proto(chain.media, "chain.media", len(tokens))
+                self.cluster.named(chain.tenant, chain.cache_salt, tokens, chain.lora.name, media)
 
     async def publish(self) -> None:
         """Publish the events of the cluster's instances until cancelled."""

@@ -15,6 +15,7 @@ from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.interop.indexer.config import IndexerConfig
 from moonpool.interop.indexer.http_api import application
 from moonpool.interop.indexer.indexer import Indexer
+from moonpool.interop.indexer.slow_clients import SlowClients
 
 log = get_logger(__name__)
 
@@ -40,9 +41,12 @@ async def serve(context: ProcessContext, config: IndexerConfig) -> None:
         metrics = PrometheusMetrics.of(config)
         metrics.watch(MetricSet().add(INDEXER_METRICS, indexer).add(PROCESS_METRICS, None))
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        runner = web.AppRunner(application(indexer, config.api_key), access_log=None, shutdown_timeout=1.0)
+        app, slow = application(indexer, config.api_key), SlowClients()
+        app.middlewares.insert(0, slow.middleware())
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        assert runner.server is not None
         host, port = parse_address(config.listen)
         site = web.TCPSite(runner, host, port)
         await site.start()
@@ -51,7 +55,7 @@ async def serve(context: ProcessContext, config: IndexerConfig) -> None:
         log.info("serving", address=format_address(*parse_address(address)))
         context.announce(address)
         works = (indexer.follow(channels), indexer.publish()) if config.conductor else ()
-        following = [asyncio.create_task(work) for work in works]
+        following = [asyncio.create_task(work) for work in (slow.watch(runner.server), *works)]
         try:
             stopping = asyncio.create_task(context.stopping.wait())
             await asyncio.wait([stopping, *following], return_when=asyncio.FIRST_COMPLETED)

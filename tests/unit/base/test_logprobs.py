@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from moonpool.base.contracts import logprobs_from_proto, logprobs_to_proto
-from moonpool.base.logprobs import Logprobs, TokenLogprobs
+from moonpool.base.logprobs import LogprobRows, Logprobs, TokenLogprobs
 
 
 def scores(*values: float, top: int = 2) -> Logprobs:
@@ -27,6 +27,21 @@ def test_rows() -> None:
     ]
     with pytest.raises(ValueError, match="zip"):
         list(scores(-0.5).of([7, 8]))
+
+
+def test_rows_that_are_made_where_they_are_read() -> None:
+    rows = tuple(scores(-0.5, -1.5, -2.5).of([7, 8, 9]))
+    found = LogprobRows([7, 8, 9], scores(-0.5, -1.5, -2.5))
+    assert (len(found), tuple(found), found[1], found[-1], found[1:], found[::-1]) == (
+        3, rows, rows[1], rows[2], rows[1:], rows[::-1],
+    )  # fmt: skip
+    assert found == rows
+    assert rows == found
+    assert found != rows[:2]
+    assert found != [*rows[:2], rows[0]]
+    assert repr(rows[0]) in repr(found)
+    with pytest.raises(IndexError):
+        found[3]
 
 
 @pytest.mark.parametrize("top", [0, 3])

@@ -1,14 +1,16 @@
-"""`moonpool certs create`: an authority that is kept, and certificates that others' tools accept."""
+"""`moonpool certs`: an authority that is kept, certificates that others' tools accept, and new ones in time."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from moonpool.base.rpc.roles import ROLES, fingerprint
-from moonpool.cli.certs import app
+from moonpool.base.rpc.roles import CLIENTS, ROLES, fingerprint
+from moonpool.cli.certs import Authority, app
 
 
 def create(folder: Path, *arguments: str) -> str:
@@ -37,6 +39,20 @@ def test_openssl_accepts_it(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_only_roles_that_serve_prove_a_server(role: str, tmp_path: Path) -> None:
+    """A tenant's certificate must not stand for a conductor. A gateway serves HTTPS where hosts are given."""
+    for hosts in ([], ["gateway.example"]):
+        create(tmp_path, "--role", role, *(word for host in hosts for word in ("--host", host)))
+        made = x509.load_pem_x509_certificate((tmp_path / f"{role}.pem").read_bytes())
+        names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        usages = made.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        serves = role not in CLIENTS
+        assert names.get_values_for_type(x509.DNSName) == [*hosts, *(["moonpool"] if serves else [])]
+        assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) == (serves or bool(hosts))
+        assert ExtendedKeyUsageOID.CLIENT_AUTH in usages
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -57,3 +73,25 @@ def test_half_an_authority_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.key").unlink()
     with pytest.raises(Exception, match="cannot be used"):
         create(tmp_path, "--role", "client")
+
+
+def test_those_that_end_soon_are_renewed(tmp_path: Path) -> None:
+    create(tmp_path, "--role", "prefill", "--name", "p-7", "--host", "a.example", "--host", "10.0.0.7", "--days", "20")
+    create(tmp_path, "--role", "client", "--days", "300")
+    other = tmp_path / "other"
+    create(other, "--role", "decode", "--days", "1")
+    foreign = (other / "decode.pem").read_bytes()
+    (tmp_path / "decode.pem").write_bytes(foreign)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+    result = CliRunner().invoke(app, ["renew", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    changed = {path.name for path in tmp_path.glob("*.*") if path.read_bytes() != before[path.name]}
+    assert changed == {"p-7.pem", "p-7.key"}, "not another authority's, and not one that holds longer"
+    assert result.output == f"{tmp_path}/p-7.pem  prefill  sha256:{fingerprint((tmp_path / 'p-7.pem').read_bytes())}\n"
+    issued = Authority.existing(tmp_path).issued(tmp_path / "p-7.pem")
+    assert issued is not None
+    assert (issued.role, issued.hosts) == ("prefill", ["a.example", "10.0.0.7"])
+    again = CliRunner().invoke(app, ["renew", str(tmp_path)])
+    assert again.output == f"no certificate in {tmp_path} ends within 30 days\n"
+    nowhere = CliRunner().invoke(app, ["renew", str(tmp_path / "none")])
+    assert "has no authority" in str(nowhere.exception)

@@ -5,11 +5,18 @@ import json
 import shlex
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 
+from moonpool.base.errors import InvalidRequest
 from moonpool.cli.health import run_health
+from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.serve import curl_line
 
 
@@ -50,6 +57,32 @@ def test_health_by_http(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (f"http://{address}", "http://", "http://x y:1", "http://127.0.0.1:99999"):
         assert health(wrong) == 1
     assert capsys.readouterr().err.count("does not answer") == 4
+
+
+def test_health_of_the_stack_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an address, the conductor of the one stack that runs is asked, at whatever port; names choose."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    server = grpc.server(ThreadPoolExecutor(1))
+    servicer = HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with recorded_stack(tmp_path / "a", "m") as record:
+            record.write(address, "")
+            assert health("") == 0
+            assert capsys.readouterr().out == f"{address} serves\n"
+            with recorded_stack(tmp_path / "b", "m") as second:
+                second.write(f"{address},{address}", "")
+                with pytest.raises(InvalidRequest, match="several stacks run; name one with --address: m, m-2"):
+                    health("")
+                assert health("m-2") == 0
+                assert capsys.readouterr().out == f"{address}, {address} serve\n"
+    finally:
+        server.stop(None)
 
 
 def test_curl_line() -> None:

@@ -2,11 +2,14 @@
 
 from array import array
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 
+from moonpool.base.cluster.proto_conversion import media_from_proto
 from moonpool.base.errors import Overloaded
 from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.base.kv.media import MediaItem
 from moonpool.conductor import kv_watchers
 from moonpool.conductor.core.prefix_index import PrefixIndex
 from moonpool.conductor.kv_watchers import KVWatchers
@@ -57,6 +60,9 @@ async def test_a_watcher_hears_what_is_held_and_then_each_change() -> None:
     chain = (await anext(watch)).chain
     assert (chain.tenant, chain.cache_salt, chain.token_ids) == ("ann", "salt", tokens_to_bytes([7, 8]))
     assert (chain.lora.id, chain.lora.name) == (KEYS[1], "sql")
+    picture = MediaItem(0, 1, KEYS[2], b"file")
+    watchers.named("", "", array("i", [7, 8]), None, [picture])
+    assert media_from_proto((await anext(watch)).chain.media, "media", 2) == (replace(picture, content=b""),)
     watchers.left("c")
     assert (await anext(watch)).left == "c"
     watchers.stop()

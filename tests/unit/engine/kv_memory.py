@@ -28,6 +28,8 @@ class KVMemory:
         self._slices: dict[tuple[int, int], Any] = {}
         self._writes = Counter[tuple[int, int]]()
         self._slot_of: dict[int, int] = {}
+        self._right: dict[tuple[int, int], tuple[BlockKey, object]] = {}
+        """The key that a slice was last found right for, and the slice's version then."""
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
         """Blocks have these slots from now on."""
@@ -71,10 +73,14 @@ class KVMemory:
                 f"the core and the memory disagree on the slot of block {block}"
             )
             for layer in range(self.layers):
+                if self._right.get((layer, block)) == (found := (key, self.version(layer, block))):
+                    continue
                 known = right(key, layer)
                 assert known is None or not self.has(layer, block) or self[layer, block] == known, (
                     f"block {block} has a key, and other KV in layer {layer}"
                 )
+                if known is not None:
+                    self._right[layer, block] = found
 
 
 class TokenMemory(KVMemory):

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from moonpool.base.cluster.proto_conversion import media_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
+from moonpool.base.kv.media import MediaItem
 from moonpool.engine.request import IncomingRequest
 from moonpool.v1 import kv_pb2
 
@@ -114,3 +116,28 @@ def test_hostile_sizes_are_refused_before_anything_is_unpacked(
     finally:
         tracemalloc.stop()
     assert caught.value.field == f"sequence.{field}"
+
+
+def test_pictures_are_parts_of_keys_and_refused_where_nobody_computes_them() -> None:
+    media = [MediaItem(3, 20, bytes(range(32)), b"file")]
+    message = spec()
+    message.media.extend(media_to_proto(media))
+    with pytest.raises(InvalidRequest, match="takes no pictures") as error:
+        unpacked(message)
+    assert error.value.field == "sequence.media"
+
+    def taken() -> IncomingRequest:
+        return IncomingRequest.from_proto(
+            message, namespace=NAMESPACE, block_size=BLOCK, vocab_size=VOCABULARY, max_tokens=LENGTH, takes_media=True
+        )
+
+    with pytest.raises(InvalidRequest, match="not the 2 keys"):
+        taken()
+    message.block_keys = pack_keys(block_keys(ROOT, TOKENS, BLOCK, media))
+    request = taken()
+    assert (list(request.media), request.media[0].content) == (media, b"file")
+    assert request.history().media == request.media
+    assert request.sampling.media == ((3, 20),)
+    message.media[0].end = 31
+    with pytest.raises(InvalidRequest, match="no place"):
+        taken()

@@ -25,6 +25,7 @@ from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody
 from moonpool.gateway.responses.body import ResponsesBody
+from moonpool.gateway.service import body_memory
 from moonpool.gateway.serving.body import Body, validate_body
 from moonpool.gateway.serving.body_limits import MAX_PACED, BodyMemory, BodyPace
 from moonpool.gateway.serving.body_reader import CLEANUP, BodyReader
@@ -79,6 +80,12 @@ def test_parts_are_counted_as_they_are_read(value: Any, ascii_only: bool) -> Non
 def test_too_many_parts_are_refused_before_anything_is_read(raw: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=f"at most {says}"):
         check_json_parts(raw)
+
+
+def test_bodies_leave_a_small_container_half_of_its_memory() -> None:
+    mib = 1 << 20
+    found = [body_memory(512 * mib, free) for free in (None, 2048 * mib, 1024 * mib, 256 * mib, 0)]
+    assert found == [512 * mib, 512 * mib, 512 * mib, 128 * mib, mib]
 
 
 def test_tenants_share_the_memory_of_bodies() -> None:

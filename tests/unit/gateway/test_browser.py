@@ -160,6 +160,45 @@ async def test_conversation() -> None:
         assert await listed.all_text_contents() == ["hi"]
 
 
+GROWING = """Let $x^2 = 4$ be given, **so** it is
+
+\\[ x = \\begin{cases} 2 & \\text{if } x > 0 \\\\ -2 & \\text{else} \\end{cases} \\]
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+print(1"""
+
+
+async def test_answers_are_rendered_while_they_come() -> None:
+    """Formulas, tables and code of an answer that has not ended, also in the last paragraph; a stop keeps them."""
+    pytest.importorskip("math_core")
+    messages = says(GROWING)
+    held = HeldCall(messages[:2])
+    fake = ready(cluster())
+    fake.explanations["fake"] = pb.ExplainResponse(placement=pb.Placement(prefill="prefill-1", decode="decode-1"))
+    calls = Calls(fake, iter([held]))
+    async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
+        await page.fill("#text", "hi")
+        await page.press("#text", "Enter")
+        said = page.locator("#talk > article").nth(1).locator(".said")
+        await said.locator("pre > code span", has_text="print").wait_for()
+        assert not held.ended.is_set()
+        note = await page.locator("#talk > article").nth(1).locator(".note").text_content()
+        assert note.startswith("9 prompt tokens · TTFT ")
+        assert await said.locator("p > strong").text_content() == "so"
+        assert await said.locator("p > math > msup").text_content() == "x2"
+        assert await said.locator(".formula > math mtable mtr").count() == 2
+        assert await said.locator("tbody td").all_text_contents() == ["1", "2"]
+        box = await said.locator("math mtable").bounding_box()
+        assert box["height"] > 30, "the browser draws two lines of cases"
+        await page.click("#stop")
+        await page.locator("#talk > article").nth(1).locator(".note", has_text="stopped").wait_for()
+        assert await said.locator(".formula > math").count() == 1
+
+
 def talk(turns: int, code: str) -> str:
     """A stored conversation of that many turns."""
     said = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}"} for at in range(turns)]

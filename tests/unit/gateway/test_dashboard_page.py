@@ -93,6 +93,10 @@ async def html_of(gateway: Answers, text: str) -> str:
         ("3. a\n4. b", '<ol start="3">\n<li>a</li>\n<li>b</li>\n</ol>\n'),
         ("<https://a.b>", '<p><a href="https://a.b" target="_blank" rel="noopener noreferrer">https://a.b</a></p>\n'),
         ("use <div>", "<p>use &lt;div&gt;</p>\n"),
+        (
+            "|a|b|\n|--:|---|",
+            '<table>\n<thead>\n<tr>\n<th class="right">a</th>\n<th>b</th>\n</tr>\n</thead>\n</table>\n',
+        ),
     ],
 )
 async def test_markdown_becomes_html(gateway: Answers, text: str, html: str) -> None:
@@ -131,7 +135,7 @@ async def test_html_of_answers_is_safe(gateway: Answers, text: str) -> None:
     for name, value in tags.attributes:
         assert name in ("href", "title", "target", "rel", "class")
         assert name != "href" or value.startswith("https://a.b")
-        assert name != "class" or re.fullmatch(r"language-\w+", value)
+        assert name != "class" or re.fullmatch(r"language-\w+|right", value)
 
 
 class Tags(HTMLParser):
@@ -147,6 +151,67 @@ class Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.names.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
+
+
+DRAWN = "<math><mi>x</mi></math>"
+DISPLAYED = '<math display="block"><mi>x</mi></math>'
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("so $x$ and \\(x\\)", f"<p>so {DRAWN} and {DRAWN}</p>\n"),
+        ("so\n\\[\nx\n\\]\nand", f"<p>so</p>\n{DISPLAYED}<p>and</p>\n"),
+        ("so $$x$$", f"<p>so {DISPLAYED}</p>\n"),
+        ("> $$\n> x\n> $$", f"<blockquote>\n{DISPLAYED}</blockquote>\n"),
+        ("- a\n  \\[ x \\]\n- b", f"<ul>\n<li>a{DISPLAYED}</li>\n<li>b</li>\n</ul>\n"),
+        (
+            "| a |\n|---|\n| $x$ |",
+            f"<table>\n<thead>\n<tr>\n<th>a</th>\n</tr>\n</thead>\n<tbody>\n<tr>\n<td>{DRAWN}</td>",
+        ),
+        ("$5 and $10, US$5-US$10, $HOME and $PATH", "<p>$5 and $10, US$5-US$10, $HOME and $PATH</p>\n"),
+        ("\\$x\\$ `$x$` \\\\(x\\\\)", "<p>$x$ <code>$x$</code> \\(x\\)</p>\n"),
+        ("$\\frac{1$ \\[ x", "<p>$\\frac{1$ [ x</p>\n"),
+        ("$$\nx\n\ny\n$$", "<p>$$\nx</p>\n<p>y\n$$</p>\n"),
+        ("```\n$x$\n```", "<pre><code>$x$\n</code></pre>\n"),
+    ],
+)
+async def test_formulas_become_mathml(gateway: Answers, text: str, html: str) -> None:
+    """In paragraphs and in lines of their own; prices, code and what is no LaTeX stay text."""
+    pytest.importorskip("math_core")
+    assert (await html_of(gateway, text)).startswith(html)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        r"\text{<img src=x onerror=alert(1)>}",
+        r"\text{</math><script>alert(1)</script>}",
+        r"\href{javascript:alert(1)}{x}",
+        r"\color{red}{x} \class{a}{b} \style{background: url(https://a.b)}{c}",
+        r"\begin{aligned} x &= 1 \\ y &= 2 \end{aligned}",
+        r"\includegraphics{https://a.b/c.png}",
+    ],
+)
+async def test_formulas_are_safe(gateway: Answers, formula: str) -> None:
+    """No style, link or handler; cells have classes for their sides."""
+    pytest.importorskip("math_core")
+    tags = Tags(await html_of(gateway, f"$${formula}$$"))
+    assert tags.names <= {"math", "merror", "mi", "mn", "mo", "mrow", "mtable", "mtd", "mtext", "mtr"}
+    assert {(name, value) for name, value in tags.attributes if name in ("class", "style", "href", "src")} <= {
+        ("class", "left"),
+        ("class", "right"),
+    }
+
+
+async def test_hostile_formulas_end_soon(gateway: Answers) -> None:
+    """Nesting, definitions and formulas without an end, as long as a text may be."""
+    pytest.importorskip("math_core")
+    nested = "$" + "{" * 999 + "}" * 999 + "$ "
+    defined = "$\\newcommand{\\a}{" + "b" * 1900 + "}" + "\\a" * 20 + "$ "
+    for text in (nested, defined, "$a ", "$$\na\n", "\\[\n", "\\(a "):
+        whole = (text * (MAX_MARKDOWN_CHARS // len(text)))[:MAX_MARKDOWN_CHARS]
+        assert len(await html_of(gateway, whole)) < 20 * MAX_MARKDOWN_CHARS
 
 
 async def test_costly_paragraph_stays_text(gateway: Answers) -> None:

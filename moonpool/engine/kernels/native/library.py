@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,23 @@ _WIDE: dict[str, tuple[Any, ...]] = {
 """Those that return a wide integer."""
 
 
+class Seen(NamedTuple):
+    """What rows attend to beside all earlier tokens, as in pool.h.
+
+    Attributes:
+        window: tokens that a row sees, the row's own included; 0 = all.
+        chunked: whether the window begins anew every `window` tokens.
+        sinks: [heads] float32, a further score of each head, which has no value.
+    """
+
+    window: int = 0
+    chunked: bool = False
+    sinks: Tensor | None = None
+
+
+ALL = Seen()
+
+
 class Library:
     """One built library. The kernels hold no state but memory that is kept from call to call, per thread.
 
@@ -110,9 +127,10 @@ class Library:
         items: Tensor,  # [n, 4] int32: query row, 1, row of the tables, context
         scale: float,
         out: Tensor,
+        seen: Seen = ALL,
     ) -> None:
         """Attend with one query row per item; see `moonpool.engine.kernels.reference.decode_attention`."""
-        self._attention("mp_decode", q, kv, scales, block_tables, items, scale, out)
+        self._attention("mp_decode", q, kv, scales, block_tables, items, scale, out, seen)
 
     def prefill_attention(
         self,
@@ -123,9 +141,10 @@ class Library:
         items: Tensor,  # [n, 4] int32: first query row, rows, row of the tables, context
         scale: float,
         out: Tensor,
+        seen: Seen = ALL,
     ) -> None:
         """Attend with the newest rows of each item; see `moonpool.engine.kernels.reference.prefill_attention`."""
-        self._attention("mp_prefill", q, kv, scales, block_tables, items, scale, out)
+        self._attention("mp_prefill", q, kv, scales, block_tables, items, scale, out, seen)
 
     def _attention(
         self,
@@ -137,6 +156,7 @@ class Library:
         items: Tensor,
         scale: float,
         out: Tensor,
+        seen: Seen,
     ) -> None:
         call = Attention(
             q.data_ptr(), q.stride(0), TYPES[q.dtype],
@@ -146,6 +166,7 @@ class Library:
             items.data_ptr(), items.shape[0], q.shape[1], kv.shape[1], kv.shape[4], kv.shape[3],
             scale,
             out.data_ptr(), out.stride(0),
+            seen.window, seen.chunked, None if seen.sinks is None else seen.sinks.data_ptr(),
         )  # fmt: skip
         self._done(getattr(self._c, name)(call, torch.get_num_threads()))
 

@@ -21,6 +21,7 @@ class Attention(ctypes.Structure):
         ("items", _P), ("n", _L), ("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_size", _I),
         ("scale", _F),
         ("out", _P), ("out_stride", _L),
+        ("window", _I), ("chunked", _I), ("sinks", _P),
     )  # fmt: skip
 
 

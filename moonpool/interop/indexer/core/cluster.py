@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey, block_keys, chain_root
+from moonpool.base.kv.media import MediaItem, overlapping
 from moonpool.interop.indexer.core.index import Holder, Scope, TieredIndex, number_of, salt_root, sequence_keys
 from moonpool.interop.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 
@@ -41,6 +42,8 @@ class BlockName:
         salt: of the chain; "" = none. Told with a chain's first block.
         lora: name of the LoRA adapter that computed the block; "" = the base model.
         apart: mask that keeps hashes of tenants apart in one stream of events, which has no place for tenants.
+        media: digest of each picture with tokens in the block, in hex, and where the picture begins behind the block's
+            first token.
     """
 
     scope: Scope
@@ -50,6 +53,7 @@ class BlockName:
     salt: str
     lora: str
     apart: int
+    media: tuple[tuple[str, int], ...] = ()
 
     @property
     def number(self) -> int:
@@ -159,20 +163,33 @@ class ClusterKV:
             for name in list(self._loras)[1 : max(1, len(self._loras) - MAX_LORAS)]:
                 del self._loras[name]
 
-    def named(self, tenant: str, cache_salt: str, token_ids: Sequence[int], lora_name: str = "") -> None:
-        """Tokens tell what the keys of their chain stand for, unless the adapter is unknown. `tenant`: Moonpool's."""
+    def named(
+        self,
+        tenant: str,
+        cache_salt: str,
+        token_ids: Sequence[int],
+        lora_name: str = "",
+        media: Sequence[MediaItem] = (),
+    ) -> None:
+        """Tokens tell what the keys of their chain stand for, unless the adapter is unknown. `tenant`: Moonpool's.
+
+        `media`: pictures among the tokens.
+        """
         model, lora = self.model, self._loras.get(lora_name)
         if model is None or lora is None:
             return
         root, size = chain_root(model.namespace, tenant, cache_salt, lora.id), model.block_size
         salt, apart = f"{tenant}:{cache_salt}" if tenant else cache_salt, number_of(salt_root(tenant))
         scope = Scope(model.name, tenant or DEFAULT_TENANT, size)
-        keys, tokens = block_keys(root, token_ids, size), array("i", token_ids)
-        shown_keys = sequence_keys(salt_root(cache_salt), tokens, size, lora.name)
+        keys, tokens = block_keys(root, token_ids, size, media), array("i", token_ids)
+        shown_keys = sequence_keys(salt_root(cache_salt), tokens, size, lora.name, media)
         parent: BlockKey | None = None
         for at, (key, shown) in enumerate(zip(keys, shown_keys, strict=True)):
             name, own = self._names.pop(key, None), tokens[at * size : (at + 1) * size]
-            self._names[key] = name or BlockName(scope, shown, parent, own, salt, lora.name, apart)
+            extra = [
+                (item.digest.hex(), item.begin - at * size) for item in overlapping(media, at * size, (at + 1) * size)
+            ]
+            self._names[key] = name or BlockName(scope, shown, parent, own, salt, lora.name, apart, tuple(extra))
             parent = shown
         for key in list(self._names)[: max(0, len(self._names) - self._max_names)]:
             del self._names[key]
@@ -236,16 +253,17 @@ def _runs(blocks: Sequence[tuple[BlockName, int]]) -> list[list[tuple[BlockName,
 
 def _stored(run: Sequence[tuple[BlockName, int]]) -> BlockStored:
     first, tier = run[0]
-    salts: list[tuple[object, ...]] = [(first.lora,) if first.lora else () for _ in run]
+    # In the order of vLLM: adapter, pictures, salt.
+    extra: list[tuple[object, ...]] = [((first.lora,) if first.lora else ()) + name.media for name, _ in run]
     if first.parent is None and first.salt:
-        salts[0] = (*salts[0], first.salt)
+        extra[0] = (*extra[0], first.salt)
     return BlockStored(
         tuple([name.number for name, _ in run]),
         first.parent_number,
         [token for name, _ in run for token in name.token_ids],
         first.scope.block_size,
         MEDIA[tier],
-        tuple(salts),
+        tuple(extra),
         first.lora,
         kind="full_attention",
     )

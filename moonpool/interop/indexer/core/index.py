@@ -2,7 +2,8 @@
 
 A block's hash is XXH3-64 as Mooncake's KV events and Dynamo have it: over the block's tokens for the first block, over
 the hash before and the block's own hash for later ones. A salt goes in front of the first block. A LoRA adapter changes
-the seed of the blocks' own hashes, as at Dynamo.
+the seed of the blocks' own hashes, as at Dynamo. Behind the tokens of a block in which pictures begin, the block's own
+hash has their offsets and digests, as keys have them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
+from moonpool.base.kv.media import MediaItem, block_marks
 
 HASH_SEED = 1337
 """The seed of Dynamo's hashes."""
@@ -42,12 +44,18 @@ def salt_root(salt: str) -> BlockKey:
     return BlockKey(_hashed(salt.encode())) if salt else NO_SALT
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, lora: str = "") -> list[bytes]:
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, lora: str = "", media: Sequence[MediaItem] = ()
+) -> list[bytes]:
     """Each full block's hash alone, computed by the LoRA adapter of this name ("" = by the base model)."""
     data, size, seed = memoryview(tokens_to_bytes(token_ids)), 4 * block_size, HASH_SEED
     if lora:
         seed = (seed + xxhash.xxh3_64_intdigest(lora.encode())) % (1 << 8 * HASH_BYTES)
-    return [_hashed(data[start : start + size], seed) for start in range(0, len(data) - size + 1, size)]
+    marks = block_marks(media, 0, len(token_ids), block_size)
+    starts = enumerate(range(0, len(data) - size + 1, size))
+    if not marks:
+        return [_hashed(data[start : start + size], seed) for _, start in starts]
+    return [_hashed(bytes(data[start : start + size]) + marks.get(index, b""), seed) for index, start in starts]
 
 
 def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
@@ -59,9 +67,11 @@ def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
     return found
 
 
-def sequence_keys(parent: bytes, token_ids: Sequence[int], block_size: int, lora: str = "") -> list[BlockKey]:
-    """Rolling hashes of the full blocks behind a root or a block."""
-    return rolling(parent, block_hashes(token_ids, block_size, lora))
+def sequence_keys(
+    parent: bytes, token_ids: Sequence[int], block_size: int, lora: str = "", media: Sequence[MediaItem] = ()
+) -> list[BlockKey]:
+    """Rolling hashes of the full blocks behind a root or a block. `media`: pictures, by their places in `token_ids`."""
+    return rolling(parent, block_hashes(token_ids, block_size, lora, media))
 
 
 def number_of(key: bytes) -> int:

@@ -47,9 +47,6 @@ def test_encode_and_decode() -> None:
     assert TOKENIZER.decode([0, *plain, 1]) == "def f(x):"
     assert TOKENIZER.decode([0, *plain], skip_special=False) == "<s>def f(x):"
     assert TOKENIZER.vocab_size == 4096
-    assert all(
-        len(TOKENIZER.decode([token], skip_special=False)) <= TOKENIZER.longest_token_chars for token in range(4096)
-    )
 
 
 class CountingBackend:
@@ -83,6 +80,8 @@ def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end() -> None:
     backend.chars = 0
     assert not tokenizer.is_longer("x" * 1000, 1000)
     assert backend.chars == 0, "a token has a byte at least"
+    assert tokenizer.is_longer("é" * 12_000, 1000)
+    assert backend.chars == 0, "no token has 24 bytes"
 
 
 @settings(max_examples=examples(30))
@@ -289,3 +288,20 @@ def test_a_template_from_a_file(folder: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]).text == "mine x"
     with pytest.raises(CheckpointError, match="cannot read"):
         Tokenizer.load(folder, folder / "missing.jinja")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_does_not_depend_on_how_tokens_are_cut_into_calls(seed: int) -> None:
+    """Broken characters among the tokens too: bytes alone, in runs longer than what is held back."""
+    generator = random.Random(seed)
+    whole = TOKENIZER.encode("the tide 🌊 turns — höher", add_special=False)
+    broken = [token for token in range(TOKENIZER.vocab_size) if TOKENIZER.decode([token]) == "\ufffd"]
+    ids = [*whole, *generator.choices(broken, k=40), *whole, *generator.choices([*whole, *broken], k=60), *whole]
+    singly, cut = TOKENIZER.stream(whole), TOKENIZER.stream(whole)
+    expected = "".join([singly.push([token]) for token in ids]) + singly.flush()
+    text, at = "", 0
+    while at < len(ids):
+        size = generator.randrange(1, 20)
+        text += cut.push(ids[at : at + size])
+        at += size
+    assert text + cut.flush() == expected, f"seed {seed}"

@@ -1,7 +1,9 @@
 """TLS between processes: who is refused, and certificates that change under a running server."""
 
+import asyncio
 import contextlib
 import contextvars
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from moonpool.base.rpc.api_keys import ApiKeys, hash_key
 from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.roles import (
     ALLOWED,
+    CLIENTS,
     RoleGate,
     current_caller,
     fingerprint,
@@ -115,6 +118,36 @@ async def test_who_has_no_certificate_of_the_authority_gets_no_connection(tmp_pa
         for shown in (None, Tls(mine / "ca.pem"), stranger, trusting, expired):
             with pytest.raises(Unavailable):
                 await probe(server.address, DEADLINE_S, shown)
+
+
+async def test_a_callers_certificate_proves_no_server(tmp_path: Path) -> None:
+    """A tenant who can redirect connections must not stand for a conductor."""
+    for role in sorted(CLIENTS):
+        security = Security(tls(tmp_path, role), RoleGate(clock=hurried()), "")
+        async with serving("127.0.0.1:0", [], grace_s=0, security=security) as server:
+            for caller in ("gateway", "conductor", "client"):
+                with pytest.raises(Unavailable):
+                    await probe(server.address, DEADLINE_S, tls(tmp_path, caller, f"{caller}-7"))
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+async def test_tls_before_1_2_is_refused(tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+    versions, found = (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2), []
+    async with secured(tmp_path) as server:
+        for newest in versions:
+            context.maximum_version = newest
+            address = "127.0.0.1", int(server.client_address.rpartition(":")[2])
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                _, writer = await asyncio.open_connection(*address, ssl=context)
+                found.append(newest)
+                writer.close()
+                with contextlib.suppress(ssl.SSLError, ConnectionError):
+                    await writer.wait_closed()
+    assert found == [ssl.TLSVersion.TLSv1_2]
 
 
 async def test_a_certificate_without_a_role_is_refused(tmp_path: Path) -> None:

@@ -91,3 +91,11 @@ def test_tokens_that_the_checkpoint_forbids_are_banned_everywhere_and_runs_go_on
     assert sampling.at(array("i", [1])).banned == (4, 5, 9)
     assert sampling.at(array("i", [1, 2])).banned == (4, 5)
     assert sampling.steady(array("i", [1, 2]), 100) == 8
+
+
+def test_penalties_do_not_count_the_tokens_of_pictures() -> None:
+    params = SamplingParams(repetition_penalty=1.5)
+    sampling = SequenceSampling.of(params, 6, [], media=((1, 3), (4, 5)))
+    spec = sampling.at(array("i", [10, 7, 7, 11, 7, 12, 13]))
+    assert spec.history == array("i", [10, 11, 12, 13]).tobytes()
+    assert (spec.prompt_tokens, spec.position) == (3, 1)

@@ -248,3 +248,13 @@ async def test_thinking_ends_where_its_budget_does_with_guesses_and_runs(
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == wanted[1:]
         await decode.rest()
+
+
+def test_tokens_of_pictures_are_not_guessed() -> None:
+    tokens = array("i", [1, 2, 3, 4, 9, 9, 5, 6, 7, 8, 1, 2, 3])
+    found = LookupDrafter(tokens, 4096, RightGuesses(KEPT_IN_COMMON), media=((4, 6),))
+    assert guessed(found, 4) == [4]
+    tokens.append(4)
+    assert guessed(found, 4) == [], "the text goes on with a picture"
+    tokens.extend([5, 6, 7])
+    assert guessed(found, 2) == [8, 1]

@@ -8,10 +8,23 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.errors import Unavailable
-from moonpool.base.kv.keys import BlockKey, chain_root
+from moonpool.base.kv.keys import BlockKey, block_keys, chain_root
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.emulated.kv import EmulatedKV, continuation
-from tests.unit.engine.emulated.rig import BT, LAYERS, PROFILE, PROMPT, VOCAB, engine_of, history, part, slices, spec_of
+from tests.unit.engine.emulated.rig import (
+    BT,
+    LAYERS,
+    PROFILE,
+    PROMPT,
+    ROOT,
+    VOCAB,
+    engine_of,
+    history,
+    part,
+    slices,
+    spec_of,
+)
 
 
 def test_content_is_what_it_was() -> None:
@@ -38,6 +51,28 @@ def test_answer_depends_on_the_whole_history_alone() -> None:
     assert answer != continuation([PROMPT[0] + 1, *PROMPT[1:]], 8, VOCAB, {1})
     assert set(continuation(PROMPT, 200, 3, {1})) == {0, 2}
     assert continuation(PROMPT, 8, VOCAB, seed=5) != answer
+
+
+async def test_pictures_make_a_difference_from_their_first_token_on() -> None:
+    answers = list[tuple[int | None, ...]]()
+    async with engine_of() as engine:
+        for number, digest in enumerate((bytes(32), b"a" * 32, b"a" * 32)):
+            seen = history(PROMPT)
+            seen.media = [MediaItem(20, 30, digest)]
+            seen.keys = block_keys(ROOT, PROMPT, BT, seen.media)
+            table = (3 * number, 3 * number + 1, 3 * number + 2)
+            await engine.run(Step(2 * number, (part(seen, 0, 24, table),)))  # a chunk ends within the picture
+            answers.append((await engine.run(Step(2 * number + 1, (part(seen, 24, 40, table, sample=True),)))).sampled)
+        assert answers[0] != answers[1] == answers[2]
+        first, second, third = (slices(engine, (block,)) for block in (0, 3, 6))
+        assert first == second == third
+        first, second, third = (slices(engine, (block,)) for block in (1, 4, 7))
+        assert first != second == third
+        assert [kv[: 4 * 8] for kv in first] == [kv[: 4 * 8] for kv in second], "tokens before the picture are alike"
+        wrong = history(PROMPT)
+        wrong.media = [MediaItem(20, 30, bytes(32))]
+        with pytest.raises(Unavailable, match="not its tokens'"):
+            await engine.run(Step(9, (part(wrong, 39, 40, (0, 1, 2), sample=True),)))
 
 
 async def test_chunks_and_batches_make_no_difference() -> None:

@@ -177,9 +177,13 @@ struct Batch {
     int heads, rows = 0, columns = 0, blocks = 3, q_stride, out_stride;
     int64_t block_stride, scale_stride;
     double scale;
+    int window, chunked;        // 0: all tokens are seen
+    std::vector<float> sinks;  // of each head, or none
 
-    Batch(int qt, int kt, Shape shape, std::vector<Sequence> all) : q_type(qt), kv_type(kt), s(shape), sequences(all) {
+    Batch(int qt, int kt, Shape shape, std::vector<Sequence> all, bool plain = false) : q_type(qt), kv_type(kt), s(shape), sequences(all) {
         heads = s.G * s.kv_heads;
+        window = plain || any(0, 1) ? 0 : any(1, 300), chunked = any(0, 1);
+        for (int h = 0; !plain && h < heads && (h || any(0, 2) == 0); h++) sinks.push_back((float)normal() * 2);
         for (auto& one : sequences) {
             int needs = (one.context + s.block_size - 1) / s.block_size;
             rows += one.rows, blocks += needs, columns = std::max(columns, needs + 1);
@@ -193,7 +197,7 @@ struct Batch {
     std::string where() const {
         std::string t = "dim, group, kv heads, block: " + text({s.D, s.G, s.kv_heads, s.block_size}) + "; rows/context:";
         for (auto& one : sequences) t += " " + std::to_string(one.rows) + "/" + std::to_string(one.context);
-        return t;
+        return t + (window ? (chunked ? "; chunks of " : "; window of ") + std::to_string(window) : "") + (sinks.empty() ? "" : "; sinks");
     }
     size_t slot(int block, int head, int plane, int t) const {  // in elements of its block
         (void)block;
@@ -226,7 +230,7 @@ struct Batch {
         }
         Attention a{q.data, q_stride, q_type, kv.data, block_stride, (int64_t)s.block_size * s.D * type_bytes[kv_type], kv_type,
                     quantized ? (float*)scales.data : nullptr, scale_stride, s.block_size, tables.begin(), columns, items.begin(), (int64_t)sequences.size(), heads, s.kv_heads,
-                    s.D, s.block_size, (float)scale, out.data, out_stride};
+                    s.D, s.block_size, (float)scale, out.data, out_stride, window, chunked, sinks.empty() ? nullptr : sinks.data()};
         must(what + " " + name() + ": done", f(&a, 1) == 0, where());
         Array other(q_type, out.count);
         a.out = other.data;
@@ -259,17 +263,18 @@ struct Batch {
                     both[plane].push_back(number(kv, scales, tables[n * columns + t / s.block_size], 2 * head + plane, t % s.block_size, d));
                 for (double v : both[1]) top = std::max(top, std::fabs(v));
                 for (int r = 0; r < count; r++) for (int g = 0; g < s.G; g++)
-                    compare_row(what, q, (size_t)(row + r) * q_stride + (head * s.G + g) * s.D, both, context - count + r + 1,
+                    compare_row(what, q, (size_t)(row + r) * q_stride + (head * s.G + g) * s.D, head * s.G + g, both, context - count + r + 1,
                                 out, (size_t)(row + r) * out_stride + (head * s.G + g) * s.D, tight ? 0 : top);
             }
         }
     }
-    void compare_row(const std::string& what, const Array& q, size_t from, const std::vector<double>* kv, int seen,
+    void compare_row(const std::string& what, const Array& q, size_t from, int head, const std::vector<double>* kv, int seen,
                      const Array& out, size_t to, double top_value) {  // 0: must be exact
         std::vector<double> weights(seen), query(s.D), sums(s.D);
-        double top = -INFINITY, all = 0, longest = 0;
+        double top = sinks.empty() ? -INFINITY : sinks[head], all = 0, longest = std::fabs(sinks.empty() ? 0 : top);
+        int first = !window ? 0 : std::max(0, chunked ? (seen - 1) / window * window : seen - window);
         for (int d = 0; d < s.D; d++) query[d] = q[from + d] * (double)(float)scale;
-        for (int t = 0; t < seen; t++) {
+        for (int t = first; t < seen; t++) {
             double score = 0, length = 0;
             for (int d = 0; d < s.D; d++) {
                 double one = query[d] * kv[0][(size_t)t * s.D + d];
@@ -278,8 +283,9 @@ struct Batch {
             longest = std::max(longest, length);
             top = std::max(top, weights[t] = score);
         }
-        for (double& w : weights) all += w = std::exp(w - top);
-        for (int t = 0; t < seen; t++) for (int d = 0; d < s.D; d++) sums[d] += weights[t] * kv[1][(size_t)t * s.D + d];
+        for (int t = first; t < seen; t++) all += weights[t] = std::exp(weights[t] - top);
+        if (!sinks.empty()) all += std::exp(sinks[head] - top);
+        for (int t = first; t < seen; t++) for (int d = 0; d < s.D; d++) sums[d] += weights[t] * kv[1][(size_t)t * s.D + d];
         // A weight is as exact as its score; products in bf16 round weights, and keys where those are scaled.
         bool pairs = has_bf16() && q_type == BF16 && kv_type != F32 && kv_type != F16;
         double part = pairs ? std::ldexp(1 + (kv_type == q_type ? 0 : longest), -8) : std::ldexp(8 + longest, -22);
@@ -316,7 +322,7 @@ static void attention() {
         if (kv_type == q_type) continue;
         // One token weighs exactly 1: its value, scaled, rounded to the result's type, subnormal and beyond it too.
         bool exact = !(has_bf16() && q_type == BF16);
-        for (int i = 0; exact && i < 12; i++) Batch(q_type, kv_type, {64, 1, 2, 16}, {{1, 1}, {1, 1}, {1, 1}}).run("rounding", decode, true);
+        for (int i = 0; exact && i < 12; i++) Batch(q_type, kv_type, {64, 1, 2, 16}, {{1, 1}, {1, 1}, {1, 1}}, true).run("rounding", decode, true);
     }
 }
 
@@ -400,7 +406,10 @@ static void products(int type) {
         for (int j = 0; j < n; j++) all[j] = j;
         must("arrange", arrange(&p, weight.data, threads) == 0 && rows_back(&p, all.data(), n, back.data, threads) == 0, "");
         must("rows", memcmp(back.data, weight.data, weight.bytes()) == 0, "rows, outputs: " + text({K, n}));
-        int code = product_(&p, x.data, K + gap, rows, out.data, wide ? 2 : 0, threads);
+        int code = product_(&p, x.data, K + gap, rows, out.data, wide ? 2 : 0, threads), row = any(0, rows - 1);
+        Array alone(out.type, columns);
+        must("product of a row alone", product_(&p, x.data + (size_t)row * (K + gap) * type_bytes[type], K + gap, 1, alone.data, wide ? 2 : 0, 1) == 0 &&
+             !memcmp(alone.data, out.data + (size_t)row * columns * type_bytes[out.type], alone.bytes()), "row, rows, inputs, outputs: " + text({row, rows, K, n}));
         for (int r = 0; r < rows; r++) for (int j = 0; j < columns; j++) {
             double want[2], room[2];
             for (int half = 0; half <= gated; half++) {

@@ -241,7 +241,8 @@ def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, target in (
         ({"asimd", "fp"}, "neon"),
         ({"asimd", "fp", "asimddp"}, "neon-dot"),
-        ({"asimd", "fp", "asimddp", "i8mm", "bf16"}, "neon-i8mm"),
+        ({"asimd", "fp", "asimddp", "i8mm"}, "neon-i8mm"),
+        ({"asimd", "fp", "asimddp", "i8mm", "bf16"}, "neon-bf16"),
         ({"sse2"}, "sse2"),
         ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe"}, "avx2"),
         ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe", "avx_vnni"}, "avx2-vnni"),

@@ -14,6 +14,7 @@ from moonpool.base.native import build
 from moonpool.engine.kernels import ops, reference
 from moonpool.engine.kernels.attention import copy_blocks, paged_attention, write_kv
 from moonpool.engine.kernels.choice import DTYPES
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind, first_seen
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.native.library import Library
 from moonpool.engine.kernels.plan import make_plan
@@ -164,13 +165,44 @@ def test_deterministic_in_any_batch(mode: str, dtype: torch.dtype, monkeypatch: 
             assert torch.equal(rows, alone[s]), (chosen, s)
 
 
-def test_native_prefill_does_not_depend_on_chunk_borders() -> None:
-    case = make([(200, 300)], dtype=torch.bfloat16)
+def kinds_of_window(*windows: int) -> list[AttentionKind]:
+    """Windows and chunks of so many tokens, with sinks and without."""
+    sinks = torch.tensor([0.5, -1.0, 9.0, 0.0])
+    return [
+        AttentionKind(window, None, sinks if chunked else None, chunked)
+        for window in windows
+        for chunked in (False, True)
+    ]
+
+
+def hidden(case: Case) -> None:
+    """Turns all keys and values behind the windows into NaN."""
+    size, starts = case.kv.shape[3], case.query_start.tolist()
+    for s, length in enumerate(case.context_lens.tolist()):
+        assert case.kind.window is not None
+        first = first_seen(length - (starts[s + 1] - starts[s]), case.kind.window, chunked=case.kind.chunked)
+        for token in range(first):
+            case.kv[case.block_tables[s, token // size], :, :, token % size] = torch.nan
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_around_splits_tiles_and_strips(dtype: torch.dtype, target: Library) -> None:
+    for kind in kinds_of_window(1, 63, 64, 300, 513, 1100):
+        case = replace(make([(1, 1240), (1, 5), (70, 700), (7, 513)], dtype=dtype), kind=kind)
+        hidden(case)
+        assert_right(case)
+
+
+@pytest.mark.parametrize(
+    "kind", [PLAIN, AttentionKind(sinks=torch.tensor([0.5, -1.0, 9.0, 0.0])), *kinds_of_window(40, 290)]
+)
+def test_native_prefill_does_not_depend_on_chunk_borders(kind: AttentionKind) -> None:
+    case = replace(make([(200, 700)], dtype=torch.bfloat16), kind=kind)
     whole = case.run()
     part = case.run(
         q=case.q[:77],
         query_start=torch.tensor([0, 77], dtype=torch.int32),
-        context_lens=torch.tensor([177], dtype=torch.int32),
+        context_lens=torch.tensor([577], dtype=torch.int32),
     )
     assert torch.equal(part, whole[:77])
 

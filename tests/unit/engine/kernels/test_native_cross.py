@@ -78,16 +78,28 @@ def cross_root() -> Path:
 @pytest.fixture(scope="module")
 def aarch64(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
     """The command that runs the harness for AArch64, all but the processor and the seed."""
+    return emulated("neon", tmp_path_factory.mktemp("aarch64"))
+
+
+def emulated(target: str, folder: Path) -> list[str | Path]:
     emulator = next((name for name in EMULATORS if shutil.which(name)), None)
     if shutil.which(CROSS) is None or emulator is None:
         pytest.skip(f"needs {CROSS} and {' or '.join(EMULATORS)}")
-    return [emulator, "-L", cross_root(), *make(CROSS, "neon", tmp_path_factory.mktemp("aarch64"))]
+    return [emulator, "-L", cross_root(), *make(CROSS, target, folder)]
 
 
 @pytest.mark.parametrize("processor", [pytest.param(name, marks=SLOW) for name in PROCESSORS])
 def test_aarch64(processor: str, aarch64: list[str | Path]) -> None:
     emulator, *rest = aarch64
     assert "width 4, bf16 0" in run(emulator, "-cpu", processor, *rest)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_aarch64_with_matrices_of_bfloat16(tmp_path: Path) -> None:
+    """A row alone goes by other instructions than among others."""
+    emulator, *rest = emulated("neon-bf16", tmp_path)
+    assert "width 4, bf16 1" in run(emulator, "-cpu", "max", *rest)
 
 
 def sums_of(compiler: str, target: str, folder: Path, *before: str | Path, options: Sequence[str] = ()) -> str:
@@ -115,7 +127,10 @@ def test_packed_products_have_the_same_bits_on_every_processor(tmp_path: Path) -
     emulator = next((name for name in EMULATORS if shutil.which(name)), None)
     if shutil.which(CROSS) and emulator:
         options = (emulator, "-L", cross_root(), "-cpu", "max")
-        found |= {target: sums_of(CROSS, target, tmp_path, *options) for target in ("neon", "neon-dot", "neon-i8mm")}
+        found |= {
+            target: sums_of(CROSS, target, tmp_path, *options)
+            for target in ("neon", "neon-dot", "neon-i8mm", "neon-bf16")
+        }
     assert len(set(found.values())) == 1, {target: hash(text) for target, text in found.items()}
 
 

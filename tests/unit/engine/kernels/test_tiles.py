@@ -1,18 +1,23 @@
 """Products and attention through the matrix unit's tiles: over the model everywhere, beside AMX where there is AMX."""
 
 import itertools
+import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from moonpool.base.native import build
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind
 from moonpool.engine.kernels.native.library import Library
 from tests.examples import each, pairs
 from tests.unit.engine.kernels.cases import make
 from tests.unit.engine.kernels.test_arranged_weights import arranged, check
 from tests.unit.engine.kernels.test_kv_quantization import attended
+from tests.unit.engine.kernels.test_native import hidden, kinds_of_window
 from tests.unit.engine.kernels.test_packed_products import KINDS, Kind, exactly, packed, rows
 from tests.unit.engine.kernels.test_packed_products import arranged as arranged_packed
 from tests.unit.engine.kernels.tile_model import tile_model
@@ -55,12 +60,12 @@ def test_blocks_of_rows(tile_model: Library) -> None:
     check(520, 64, 20, bias=False, gated=False, dtype=torch.bfloat16, counts=(511, 512, 513))
 
 
-BYTES = [kind for kind in KINDS if not kind.floats and kind.group == 32] + [Kind(8, 640, offsets=True)]
+BYTES = [kind for kind in KINDS if not kind.floats and kind.group <= 32] + [Kind(8, 640, offsets=True)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), each(BYTES, [torch.float32, torch.bfloat16]))
 def test_packed_weights_have_the_bits_of_the_formula(kind: Kind, dtype: torch.dtype, tile_model: Library) -> None:
-    """From 16 rows on through tiles; 17 are 8 and 9. Chunks are 20 and, of 640, five pairs of four."""
+    """From 16 rows on through tiles; 17 are 8 and 9, by one copy of the panel. A panel has 20 chunks, or 40."""
     weight, x = (
         packed(70, 1280 if kind.group == 640 else 640, kind),
         rows(40, 1280 if kind.group == 640 else 640, dtype),
@@ -83,9 +88,23 @@ def test_prompts_attend_to_quantised_kv(stored: torch.dtype, shape: tuple[int, i
     case.check(case.run(scales=scales))
 
 
-@pytest.mark.parametrize("cut", [2, 31, 64])
-def test_a_prompt_cut_anywhere_keeps_its_bits(cut: int, tile_model: Library) -> None:
-    case = make([(70, 300)], heads=7, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_prompts_attend_within_windows(stored: torch.dtype, tile_model: Library) -> None:
+    for kind in kinds_of_window(1, 33, 64, 250):
+        if stored is torch.bfloat16:
+            case, scales = make([(70, 300), (33, 333)], head_dim=32, dtype=stored), None
+        else:
+            case, scales = attended(stored, torch.bfloat16, [70, 33], [300, 333], (2, 32))
+        case = replace(case, kind=kind)
+        if scales is None:
+            hidden(case)
+        case.check(case.run(scales=scales))
+
+
+@pytest.mark.parametrize(("cut", "kind"), pairs([2, 31, 64], [PLAIN, *kinds_of_window(40, 290)]))
+def test_a_prompt_cut_anywhere_keeps_its_bits(cut: int, kind: AttentionKind, tile_model: Library) -> None:
+    case = make([(70, 300)], heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    case = replace(case, kind=kind)
     first = case.run(
         q=case.q[:cut], query_start=torch.tensor([0, cut]).int(), context_lens=torch.tensor([230 + cut]).int()
     )
@@ -101,6 +120,23 @@ def test_a_nan_stays_in_its_row(tile_model: Library) -> None:
     out = panels.product(x)
     assert out[17].isnan().all()
     assert torch.equal(torch.cat((out[:17], out[18:])), torch.cat((clean[:17], clean[18:])))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction set of x86-64")
+@pytest.mark.parametrize("source", ["multiply", "packed", "prefill"])
+def test_the_instructions_compile_without_such_a_processor(source: str, tmp_path: Path) -> None:
+    flags = [flag for flag in build.flags(AMX) if flag not in ("-O3", "-shared")]
+    command = [
+        build.compiler(),
+        "-O0",
+        *flags,
+        "-c",
+        str(build.SOURCES / f"{source}.cpp"),
+        "-o",
+        str(tmp_path / "made.o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_processor_has_the_bits_of_the_model(tile_model: Library) -> None:

@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -177,6 +176,8 @@ def test_the_base_may_be_packed(quantization: Quantization, tmp_path: Path) -> N
 
 def peft_adapter(path: Path, folder: Path, seed: int, **settings: Any) -> Path:
     """An adapter that PEFT itself writes, with matrices that are not zero."""
+    import peft  # takes seconds, and only one of several processes runs these tests
+
     model = peft.get_peft_model(reference(path, torch.float32), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -189,6 +190,8 @@ def peft_adapter(path: Path, folder: Path, seed: int, **settings: Any) -> Path:
 
 def assert_peft(path: Path, served: Served, folders: Mapping[str, Path]) -> None:
     """All adapters in one batch, and a prompt without one: each answer is that of PEFT's model, token for token."""
+    import peft
+
     names = [*folders, ""]
     texts = prompts(served.config.vocab_size)[: len(names)]
     found, _ = served.greedy(texts, names)

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from moonpool.base.checkpoint.lora import read_adapter
 from moonpool.base.kv.keys import block_keys, chain_root
+from moonpool.base.kv.media import MediaItem, media_digest
 from moonpool.interop.indexer.config import IndexerConfig
 from moonpool.interop.indexer.core.cluster import ClusterKV, ClusterModel
 from moonpool.interop.indexer.core.index import Scope, TieredIndex, salt_root, sequence_keys
@@ -270,3 +271,22 @@ async def test_a_watcher_that_comes_late_learns_everything_and_each_change() -> 
         running.cluster.watchers.stop()  # the conductor is leaving
         rest = [message.WhichOneof("message") async for message in stream]
         assert set(rest) <= {"changed", "synced"}
+
+
+def test_blocks_with_pictures_are_told_in_the_form_of_vllm_and_apart_from_others() -> None:
+    tokens, size = list(range(4 * BLOCK_SIZE)), BLOCK_SIZE
+    cat, dog = (MediaItem(size + 3, 2 * size + 5, media_digest(name, ()), b"") for name in (b"cat", b"dog"))
+    cluster = ClusterKV(TieredIndex(), 100)
+    cluster.joined("prefill-0", ClusterModel("m", NAMESPACE, size))
+    root, told = chain_root(NAMESPACE, ""), list[BlockStored]()
+    for media in ([], [cat], [dog]):
+        cluster.named("", "", tokens, media=media)
+        cluster.changed("prefill-0", block_keys(root, tokens, size, media), [])
+        told += [event for event in cluster.take_events()["prefill-0"] if isinstance(event, BlockStored)]
+    numbers = [number for event in told for number in event.hashes]
+    assert len(set(numbers)) == len(numbers) == 4 + 3 + 3, "the block before the picture is told once"
+    extra = [event.extra_keys for event in told]
+    shown = [((item.digest.hex(), 3),) for item in (cat, dog)]
+    goes_on = [((item.digest.hex(), 3 - size),) for item in (cat, dog)]
+    assert extra == [((), (), (), ()), (shown[0], goes_on[0], ()), (shown[1], goes_on[1], ())]
+    cluster.check_invariants()

@@ -9,6 +9,7 @@ from moonpool.engine.decode.core.actions import FenceConductor, RequestAdopted, 
 from moonpool.engine.decode.core.events import SearchRules, StreamOpened
 from moonpool.engine.decode.core.request import RequestStatus
 from moonpool.engine.decode.core.settings import Preemption
+from tests.examples import examples
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.engine.decode.core.world import World, config
@@ -166,9 +167,9 @@ def test_promised_times_hold(seed: int, runs: int) -> None:
     rng = random.Random(f"promises {seed} {runs}")
     ahead = {"run_steps": runs, "ahead_steps": runs} if runs else {}
     world = PacedWorld(config(120, speeds=STEEP, chunked_prefill_size=20, assumed_answer_tokens=2 * BT, **ahead))
-    asked = 0
-    while asked < 60 or world.core.requests:
-        if asked < 60 and rng.random() < 0.1:
+    asked, count = 0, examples(60)
+    while asked < count or world.core.requests:
+        if asked < count and rng.random() < 0.1:
             asked += 1
             sequences, tokens = rng.randint(1, 3), rng.randint(2 * BT, 12 * BT)
             slo = rng.choice((0.0, decode_step_seconds(STEEP, sequences, tokens)))

@@ -12,6 +12,7 @@ from moonpool.engine.decode.core.events import AbortRequest, SearchRules, Stream
 from moonpool.engine.decode.core.request import RequestStatus
 from moonpool.engine.decode.core.settings import Preemption
 from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, PrefixLoaded
+from tests.examples import examples
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.engine.decode.core.world import SPEEDS, World, config
@@ -399,7 +400,7 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
         crowded |= {"window_blocks": window_blocks, "window_slots": slots, "recurrent": states, "states_alone": states}
     runs = {"preempt_every": 1} if every else {"run_steps": BT + 2, "ahead_steps": BT + 2}
     world = World(config(24, **crowded, **runs, **LOADED))
-    left, cancelled, loaded = 60, set[int](), 0
+    left, cancelled, loaded = examples(75), set[int](), 0
     while left or world.core.requests:
         promised = [n for n, request in world.core.requests.items() if request.status is RequestStatus.PROMISED]
         draw = rng.random()
@@ -453,5 +454,5 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
     planner, preempted = world.core.planner, world.core.preempted
     print(f"{way}: {planner.starts.begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
     assert planner.starts.begun > 10
-    assert loaded > 3
+    assert loaded > 2
     assert preempted.preemptions > 0

@@ -1,0 +1,102 @@
+"""Peers of a gRPC port that begin more than they let end, or never begin."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+
+from moonpool.base.rpc.channels import probe
+from moonpool.base.rpc.peer_calls import CallLimits
+from moonpool.base.rpc.server import serving
+
+DEADLINE_S = 60.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
+ACK, END_HEADERS = 1, 4
+CANCEL = 8
+RESETS = 4000
+
+
+def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
+
+
+def literal(name: str, value: str) -> bytes:
+    """A header without compression."""
+    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+CHECK = b"".join(
+    literal(*header)
+    for header in (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/grpc.health.v1.Health/Check"),
+        (":authority", "x"),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    )
+)
+
+
+def resets(first: int, calls: int) -> bytes:
+    """So many calls, each begun and reset."""
+    return b"".join(
+        frame(HEADERS, END_HEADERS, stream, CHECK) + frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL))
+        for stream in range(first, first + 2 * calls, 2)
+    )
+
+
+@asynccontextmanager
+async def resetting(port: int) -> AsyncIterator[None]:
+    """A peer that begins and resets some thousand calls, and answers pings."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0) + resets(1, RESETS))
+
+    async def answer_pings() -> None:
+        while True:
+            head = await reader.readexactly(9)
+            content = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == PING and not head[4] & ACK:
+                writer.write(frame(PING, ACK, 0, content))
+
+    answering = asyncio.create_task(answer_pings())
+    try:
+        yield
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("peers", [1, 8])
+async def test_rapid_resets_leave_other_connections_their_calls(peers: int) -> None:
+    """HTTP/2 rapid reset: gRPC's queue of all connections was full of calls that nobody waits for."""
+    limits = CallLimits(connection_calls=256)
+    async with serving("127.0.0.1:0", [], grace_s=0, limits=limits) as running, AsyncExitStack() as stack:
+        for _ in range(peers):
+            await stack.enter_async_context(resetting(running.port))
+        for _ in range(5):
+            await probe(running.address, DEADLINE_S)
+
+
+@pytest.mark.parametrize("said", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"])
+async def test_a_connection_that_never_begins_is_closed(said: bytes) -> None:
+    async with serving("127.0.0.1:0", [], grace_s=0, limits=CallLimits(handshake_s=0.2)) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(said)
+        began = time.monotonic()
+        async with asyncio.timeout(DEADLINE_S):
+            with suppress(ConnectionError):
+                while await reader.read(1 << 10):
+                    pass
+        assert time.monotonic() - began < DEADLINE_S / 2
+        writer.close()
+        await probe(running.address, DEADLINE_S)
