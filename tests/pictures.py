@@ -170,6 +170,41 @@ def stacked_model(folder: Path) -> Path:
     return _written(folder, special, "<|image_pad|>", config, PATCH_PROCESSOR, {}, PATCH_TEMPLATE)
 
 
+def smolvlm_model(folder: Path) -> Path:
+    """Write `picture_model` under SmolVLM's own names."""
+    vision = {"model_type": "smolvlm_vision"}
+    return _renamed(picture_model(folder), "SmolVLMForConditionalGeneration", "smolvlm", {}, vision)
+
+
+def older_patch_model(folder: Path) -> Path:
+    """Write a tiny model in the shape of Qwen2-VL, without the weights."""
+    vision = {"model_type": "qwen2_vl", "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    text = {"model_type": "qwen2_vl_text"}
+    return _renamed(patch_model(folder), "Qwen2VLForConditionalGeneration", "qwen2_vl", text, vision)
+
+
+def hybrid_model(folder: Path) -> Path:
+    """Write a tiny model in the shape of Qwen3.5, without the weights: layers with a state, partial RoPE."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    text = {
+        "model_type": "qwen3_5_text", "rope_parameters": {**rope, "mrope_section": [1, 1, 0]},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    }  # fmt: skip
+    vision = {"model_type": "qwen3_5"}
+    return _renamed(stacked_model(folder), "Qwen3_5ForConditionalGeneration", "qwen3_5", text, vision)
+
+
+def _renamed(folder: Path, name: str, kind: str, text: dict[str, Any], vision: dict[str, Any]) -> Path:
+    """The folder as a model of another name, with other fields."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": [name], "model_type": kind}
+    config["text_config"] |= text
+    config["vision_config"] |= vision
+    file.write_text(json.dumps(config))
+    return folder
+
+
 def _written(
     folder: Path,
     special: list[str],
@@ -252,13 +287,9 @@ class PictureReference:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
         self._mark = str(self._tokenizer.id_to_token(self.model.config.image_token_id))
-        kinds = {
-            "mistral3": self._cells,
-            "internvl": self._arranged,
-            "qwen2_5_vl": self._patches,
-            "qwen3_vl": self._patches,
-        }
-        self._shown = kinds.get(self.model.config.model_type, self._squares)
+        kind = self.model.config.model_type
+        kinds = {"mistral3": self._cells, "internvl": self._arranged}
+        self._shown = kinds.get(kind, self._patches if kind.startswith("qwen") else self._squares)
 
     def text_of(self, messages: Sequence[Message]) -> str:
         """A conversation as the model's template writes it, with `<image>` in the place of each picture."""
