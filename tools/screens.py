@@ -29,9 +29,8 @@ BEFORE = (
     "serve qwen3:0.7b",
     "generate hello",
     "keys list",
-    "certs create certs",
     "demo bundled",
-    "run bundled 'def main('",
+    "run bundled 'def main(' --max-tokens 24",
 )
 """Without a stack; wrong uses among them."""
 WHILE = (

@@ -284,7 +284,9 @@ class ServiceConfig(BaseSettings):
         "(letters, digits, '.', '_', '-'); default: made of service, host name and process number",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
-    log_json: bool = Field(False, description="log one JSON object per line, not text for people")
+    log_json: bool = Field(
+        False, description="log one JSON object per line, not text for people; lines on standard output, too"
+    )
     spans_dir: Path | None = Field(
         None, description="folder for recorded spans, one file <id>.jsonl per process; default: no recording"
     )

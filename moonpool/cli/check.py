@@ -236,7 +236,7 @@ def describe(reading: GaugeReading) -> str:
 
 
 def run_check(conductors: Sequence[str], *, wait_s: float = 0.0, as_json: bool = False) -> int:
-    """Print all gauges, for people or as one JSON object.
+    """Print what is held, for people, or all gauges as one JSON object.
 
     Args:
         conductors: their addresses, "host:port".
@@ -272,8 +272,12 @@ def _to_json(survey: GaugeSurvey) -> str:
 
 
 def _print(survey: GaugeSurvey) -> None:
-    for reading in survey.readings:
-        typer.echo(("      " if reading.resting else "HELD  ") + describe(reading))
+    for instance in dict.fromkeys(reading.instance for reading in survey.readings):
+        own = [reading for reading in survey.readings if reading.instance == instance]
+        held = [reading for reading in own if not reading.resting]
+        typer.echo(f"{instance}: {len(held) or 'nothing'} held")
+        for reading in held:
+            typer.echo(f"HELD  {describe(reading)}")
     for line in survey.silent:
         typer.echo(f"SILENT {line}")
     if survey.at_rest:

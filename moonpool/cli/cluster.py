@@ -35,7 +35,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
         typer.echo(json.dumps(dataclasses.asdict(state)))
         return
     typer.echo(whole_words(headline(state), sys.stdout))
-    typer.echo(queue_line(state.queue))
+    typer.echo(whole_words(queue_line(state.queue), sys.stdout))
     table = RecordTable("instance", "role", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
     for instance in state.instances:
         used = instance.total_blocks - instance.free_blocks - instance.cached_blocks
@@ -108,12 +108,12 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
             cause = f", because {attempt.cause}" if attempt.cause else ""
             typer.echo(f"\nplacement {number}, at {attempt.placed_s:.4f} s{cause}")
         console.print(_candidate_table(attempt.candidates, attempt.placement.prefill))
-        typer.echo(_attempt_text(attempt))
+        typer.echo(whole_words(_attempt_text(attempt), sys.stdout))
     if found.refused:
         console.print(_candidate_table(found.candidates, ""))
-        typer.echo(f"refused: {found.refused}")
+        typer.echo(whole_words(f"refused: {found.refused}", sys.stdout))
     if found.failed:
-        typer.echo(f"failed: {found.failed}")
+        typer.echo(whole_words(f"failed: {found.failed}", sys.stdout))
     if found.cancelled:
         typer.echo("cancelled: the client stopped the request, or left")
     typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")

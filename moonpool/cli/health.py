@@ -5,6 +5,7 @@ A container's health check runs this command every few seconds, so the module im
 
 import contextlib
 import http.client
+import sys
 import threading
 import time
 from urllib.parse import urlsplit
@@ -49,13 +50,21 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
                 _count(asked, timeout_s, joined)
         except MoonpoolError as error:
             if time.monotonic() >= deadline:
-                typer.echo(str(error), err=True)
+                _say_why(error, is_found=":" not in address)
                 return EXIT_UNHEALTHY
             pause.wait(PAUSE_S)
         else:
             serves = f"{', '.join(asked)} serve{'s' if len(asked) == 1 else ''}"
             typer.echo(serves + (f", {joined} instances or more have joined" if joined else ""))
             return 0
+
+
+def _say_why(error: MoonpoolError, *, is_found: bool) -> None:
+    """Print why a service is not healthy, with a remedy if the user named no address."""
+    from moonpool.cli.whole_words import whole_words
+
+    remedy = "\n`moonpool ps` lists the stacks that run; `moonpool serve MODEL` starts one." if is_found else ""
+    typer.echo(whole_words(f"{error}{remedy}", sys.stderr), err=True)
 
 
 def _asked(address: str) -> list[str]:
@@ -77,8 +86,9 @@ def _ask(address: str, timeout_s: float) -> None:
         try:
             answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            reason = error.details() if isinstance(error, grpc.Call) else str(error)
-            raise Unavailable(f"{address} does not answer: {reason}") from error
+            from moonpool.base.rpc.errors import from_rpc_error
+
+            raise Unavailable(f"{address} does not answer: {from_rpc_error(error)}") from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise Unavailable(f"{address} answers that it is not serving")
 

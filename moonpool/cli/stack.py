@@ -21,6 +21,7 @@ from moonpool.base.config import ENV_PREFIX, LOOPBACK, SERVICE_MODULES, WILDCARD
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.fork_server import IN_USE, Launcher, Program, execute, start_service
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.rpc.process import told_line
 from moonpool.base.rpc.tls import Tls
 from moonpool.cli.options import Engines
 from moonpool.client import Client
@@ -199,6 +200,7 @@ class ServiceProcess:
     def _take(self, text: str) -> None:
         """A line from standard output."""
         self._heard = time.monotonic()
+        text = told_line(text)
         if text.startswith("ready: ") and not self.address:
             self.address = text.removeprefix("ready: ")
             self._ready.set()

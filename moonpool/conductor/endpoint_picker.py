@@ -9,7 +9,7 @@ prompt counts as load at the engine until the engine's response begins.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,7 @@ from moonpool.v1.ext_proc_pb2 import (
 )
 
 DESTINATION = "x-gateway-destination-endpoint"
+SERVED = f"{DESTINATION}-served"
 DESTINATIONS_ALLOWED = "x-gateway-destination-endpoint-subset"
 HINT_NAMESPACE, PICK_NAMESPACE = "envoy.lb.subset_hint", "envoy.lb"
 MAX_BODY_BYTES = 16 << 20
@@ -71,15 +72,16 @@ class EndpointPicker:
     Args:
         registry: the members, with their engines' addresses.
         dispatcher: asks the core.
+        on_served: told of each response whose engine the proxy names: whether the engine is the one picked first.
     """
 
-    def __init__(self, registry: Registry, dispatcher: Dispatcher) -> None:
-        self._registry, self._dispatcher = registry, dispatcher
+    def __init__(self, registry: Registry, dispatcher: Dispatcher, on_served: Callable[[bool], None]) -> None:
+        self._registry, self._dispatcher, self._on_served = registry, dispatcher, on_served
         self._bodies = _BodyBytes()
 
     async def Process(self, requests: AsyncIterator[ProcessingRequest], context: object) -> Outgoing:
         """One HTTP request and its response."""
-        stream = _Stream(self._registry, self._dispatcher, self._bodies)
+        stream = _Stream(self._registry, self._dispatcher, self._bodies, self._on_served)
         try:
             async for request in requests:
                 async for response in stream.take(request):
@@ -97,8 +99,12 @@ class _Stream:
         refused: the client has got an answer without an engine.
     """
 
-    def __init__(self, registry: Registry, dispatcher: Dispatcher, bodies: _BodyBytes) -> None:
+    def __init__(
+        self, registry: Registry, dispatcher: Dispatcher, bodies: _BodyBytes, on_served: Callable[[bool], None]
+    ) -> None:
         self._registry, self._dispatcher, self._bodies = registry, dispatcher, bodies
+        self._on_served = on_served
+        self._places: list[str] = []
         self._headers: dict[str, str] = {}
         self._allowed: frozenset[str] | None = None
         self._body = bytearray()
@@ -151,6 +157,7 @@ class _Stream:
     async def _take_response(self, message: ProcessingRequest) -> Outgoing:
         match message.WhichOneof("request"):
             case "response_headers":
+                self._note_served(message)
                 self.done()
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
@@ -209,12 +216,25 @@ class _Stream:
         ]
         found = await self._dispatcher.pick_endpoint(message, others, PLACE_LIMIT_S)
         self._number = found.request
-        places = ",".join(dict.fromkeys([addresses[engine] for engine in found.engines if engine in addresses]))
+        self._places = list(dict.fromkeys([addresses[engine] for engine in found.engines if engine in addresses]))
+        places = ",".join(self._places)
         self._metadata = Struct()
         self._metadata.update({PICK_NAMESPACE: {DESTINATION: places}})
         header = HeaderValue(key=DESTINATION, raw_value=places.encode())
         option = HeaderValueOption(header=header, append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD)
         return CommonResponse(header_mutation=HeaderMutation(set_headers=[option]), clear_route_cache=True)
+
+    def _note_served(self, message: ProcessingRequest) -> None:
+        """Read which engine the proxy took: from the metadata, as version 1.0 of the protocol says, or a header."""
+        told = message.metadata_context.filter_metadata.get(PICK_NAMESPACE)
+        served = told.fields[SERVED].string_value if told is not None and SERVED in told.fields else ""
+        served = served or _text_headers(message.response_headers).get(SERVED, "")
+        if not served or not self._places:
+            return
+        first = served == self._places[0]
+        if not first:
+            log.info("a proxy took another engine", picked=self._places[0], served=served)
+        self._on_served(first)
 
     def _passed_on(self, message: ProcessingRequest) -> BodyResponse:
         if self._modes[1] != FULL_DUPLEX:

@@ -90,7 +90,7 @@ async def conductor(
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         if config.picker_listen:
-            picker = EndpointPicker(servicer.cluster.registry, servicer.dispatcher)
+            picker = EndpointPicker(servicer.cluster.registry, servicer.dispatcher, servicer.endpoint_served)
             asked = await stack.enter_async_context(
                 serving(config.picker_listen, [(PICKER, picker)], grace_s=GRACE_S, credentials=credentials)
             )

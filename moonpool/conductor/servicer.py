@@ -87,6 +87,7 @@ class ConductorServicer:
         """Where proxies ask for engines; "" = nowhere."""
         self.served = 0
         self.resumed = 0
+        self.endpoints_as_picked = self.endpoints_elsewhere = 0
         self.gauges = MetricSet().add(CONDUCTOR_METRICS, self).add(PROCESS_METRICS, None)
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
@@ -94,6 +95,11 @@ class ConductorServicer:
         self._instance.CopyFrom(instance)
         self._joins.conductor.CopyFrom(instance)
         self.cluster.steps.conductor.CopyFrom(instance)
+
+    def endpoint_served(self, as_picked: bool) -> None:
+        """A proxy has told which engine served a request that it asked about."""
+        self.endpoints_as_picked += as_picked
+        self.endpoints_elsewhere += not as_picked
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests. Requests that do not end within `limit_s` seconds end as cancelled."""
@@ -620,6 +626,16 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     Metric("index_keys", "Block keys in the prefix index.", lambda conductor: len(conductor.core.cluster.index)),
     Metric("decisions", "Recent requests that can be explained.", lambda conductor: conductor.decisions),
     Metric("kv_watchers", "Programs that follow the cluster's KV.", lambda conductor: len(conductor.cluster.watchers)),
+    counter(
+        "endpoints_as_picked_total",
+        "Responses of proxies by the engine that was picked first.",
+        lambda conductor: conductor.endpoints_as_picked,
+    ),
+    counter(
+        "endpoints_elsewhere_total",
+        "Responses of proxies by another engine: the one picked first did not answer the proxy.",
+        lambda conductor: conductor.endpoints_elsewhere,
+    ),
     counter("requests_served_total", "Calls of clients that ended.", lambda conductor: conductor.served),
     counter(
         "requests_resumed_total",

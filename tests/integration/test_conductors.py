@@ -37,7 +37,7 @@ def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Ref
         disturbed(stack.addresses, prompts, GREEDY, lambda: stack.services["conductor"].signal(signal.SIGKILL))
     )
     for prompt, result in zip(prompts, results, strict=True):
-        assert (len(result.token_ids), result.resumes) == (1000, 1)
+        assert len(result.token_ids) == 1000
         reference.assert_greedy(prompt, result.token_ids)
         assert [logprob.token_id for logprob in result.logprobs] == result.token_ids
         reference.assert_logprobs(prompt, result.logprobs, 1)
@@ -45,9 +45,10 @@ def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Ref
             None,
             *prompt[1:],
         ]
+    assert sorted([result.resumes for result in results]) == [0, 0, 1, 1], "each conductor had half of them"
     wait_at_rest(second, timeout_s=20)
     stack.restart("conductor")
-    assert stack.gauge("decode", "sequences_adopted_total") == len(prompts)
+    assert stack.gauge("decode", "sequences_adopted_total") == len(prompts) / 2
     with Client(stack.address) as client:  # it has learnt everything from the instances
         state = client.cluster_state()
         assert (state.ready, len(state.instances)) == (True, 4)

@@ -42,8 +42,14 @@ FOREIGN = {
     "--model-path",
     "--disaggregation-mode",
     "--with",
+    "--nodes",
+    "--gres",
+    "--batch",
+    "--signal",
+    "--now",
+    "--gpus",
 }
-"""Flags of programs that are not ours: debootstrap, docker, uv, vLLM and SGLang."""
+"""Flags of programs that are not ours: debootstrap, docker, uv, vLLM, SGLang, Slurm and systemctl."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bMOONPOOL_[A-Z0-9_]*[A-Z0-9]\b")
 

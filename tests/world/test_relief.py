@@ -78,7 +78,7 @@ async def test_a_stopped_conductor_costs_no_stream(simulation: Simulation) -> No
     cluster = await pair(simulation)
     victim = cluster.services["conductor-0"]
     results = await run(cluster, "stopped conductor", victim.stop)
-    assert all(result.resumes >= 1 for result in results)
+    assert sum(result.resumes >= 1 for result in results) == len(results) / 2, "those that the victim had"
     async with AsyncClient(cluster.addresses[1]) as client:
         assert (await client.cluster_state()).ready
     victim.resume()

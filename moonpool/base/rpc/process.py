@@ -8,6 +8,8 @@ The service's own work is `main`, which drains after `ProcessContext.stopping` i
 import asyncio
 import contextlib
 import ctypes
+import datetime
+import json
 import os
 import signal
 import sys
@@ -99,7 +101,8 @@ class ProcessContext:
             `moonpool.base.world`.
     """
 
-    def __init__(self, instance_id: str, spans: Recorder, out: TextIO) -> None:
+    def __init__(self, instance_id: str, spans: Recorder, out: TextIO, *, as_json: bool = False) -> None:
+        """`as_json`: lines on standard output are JSON objects, as those of the log; see `told_line`."""
         self.stopping = asyncio.Event()
         self.world = world.CURRENT.get()
         self.renew_epoch()
@@ -107,6 +110,7 @@ class ProcessContext:
         self.spans = spans
         self.announced = False
         self._out = out
+        self._as_json = as_json
 
     def renew_epoch(self) -> None:
         """Draw the epoch: to others this process is another one from now on, as after a restart."""
@@ -129,6 +133,10 @@ class ProcessContext:
         self._tell(f"starting: {what}")
 
     def _tell(self, line: str) -> None:
+        if self._as_json:
+            event, _, told = line.partition(": ")
+            at = datetime.datetime.fromtimestamp(world.unix_time(), datetime.UTC).isoformat()
+            line = json.dumps({"event": event, "told": told, "level": "info", "timestamp": at, "service": self.id})
         try:
             print(line, file=self._out, flush=True)
         except OSError:  # the reader has left, which is no reason to end; and what is buffered must not fail later
@@ -139,6 +147,17 @@ class ProcessContext:
     def instance(self, kind: "kv_pb2.InstanceKind.ValueType", id: str, address: str) -> kv_pb2.Instance:  # noqa: A002
         """This process's description for others; `id` empty = `self.id`."""
         return kv_pb2.Instance(id=id or self.id, epoch=self.epoch, kind=kind, address=address)
+
+
+def told_line(line: str) -> str:
+    """A line of a service's standard output as text, `ready: HOST:PORT` and the like, also where lines are JSON."""
+    if not line.startswith("{"):
+        return line
+    try:
+        told = json.loads(line)
+        return f"{told['event']}: {told['told']}"
+    except (ValueError, KeyError):
+        return line
 
 
 Main = Callable[[ProcessContext], Awaitable[None]]
@@ -187,7 +206,12 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
         CURRENT.set(spans)
         with contextlib.closing(spans), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(
-                _supervise(main, ProcessContext(config.id or name, spans, out), config.drain_s, after_drain_s)
+                _supervise(
+                    main,
+                    ProcessContext(config.id or name, spans, out, as_json=config.log_json),
+                    config.drain_s,
+                    after_drain_s,
+                )
             )
     except BaseException as exc:
         return _exit_code(name, exc)

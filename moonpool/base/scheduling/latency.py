@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 from typing import NamedTuple
 
 from moonpool.base.frozen import frozen
 
 DEFAULT_BYTES_PER_S = 1e9
 """Rate assumed for loading or sending KV before any measurement, bytes per second."""
+
+IDLE_SHARE = 0.25
+"""A pipeline that has had work for less of its time divides prompts for their own sake alone."""
 
 
 @frozen
@@ -95,6 +99,38 @@ def prompt_work(tokens: int, prefix_tokens: int, max_num_batched_tokens: int) ->
     """Work that a prompt needs behind a prefix, in steps of `max_num_batched_tokens` at most; 0 = one step."""
     new = tokens - prefix_tokens
     return work_of(new, prefix_tokens, steps_of(new, max_num_batched_tokens))
+
+
+def pipelined_step_tokens(
+    speeds: Speeds, stages: int, work: PrefillWork, most: int, block_size: int, busy_share: float = 0.0
+) -> int:
+    """Return the tokens of each step of a prompt that finds a pipeline empty.
+
+    With n equal steps, `work` takes (n + stages - 1) / stages times as long as a step. More steps fill the pipeline,
+    and each costs the step's fixed seconds b. For all other seconds w that is least at n = sqrt((stages - 1) * w / b).
+    The fixed seconds make the prompts wait that come meanwhile. So a pipeline that is busy at times takes large steps.
+
+    Args:
+        speeds: the pipeline's; without a measured b, steps are as large as possible.
+        stages: of the pipeline; on a single stage, fewer steps are always better.
+        work: the prompt's.
+        most: tokens in a step at most; 0 = any number.
+        block_size: steps end at blocks' borders.
+        busy_share: share of its time that the pipeline has had work lately.
+    """
+    tokens, fixed_s = work.new_tokens, speeds.prefill_base_s
+    most = most or tokens
+    if stages == 1 or busy_share > IDLE_SHARE or not fixed_s or tokens <= block_size:
+        return most
+    growing_s = speeds.prefill_per_token_s * tokens + speeds.prefill_per_pair_s * work.pairs
+    ideal = int(sqrt((stages - 1) * growing_s / fixed_s))
+
+    def seconds(size: int) -> float:
+        steps = steps_of(tokens, size)
+        return pipelined_seconds(growing_s + steps * fixed_s, steps=steps, stages=stages)
+
+    sizes = [-(-tokens // (block_size * steps)) * block_size for steps in (max(1, ideal), ideal + 1)]
+    return min(most, min(sizes, key=seconds))
 
 
 def prefill_seconds(

@@ -12,6 +12,7 @@ from moonpool.base.scheduling.latency import (
     decode_step_seconds,
     overlapped_seconds,
     pipelined_seconds,
+    pipelined_step_tokens,
     prompt_work,
     transfer_seconds,
     work_seconds,
@@ -44,12 +45,23 @@ class PrefillLatencyModel:
         """By tokens of a step: prefixes that may be loaded, their blocks, and the work after each."""
 
     def cost(
-        self, speeds: Speeds, stages: int, max_num_batched_tokens: int, local_blocks: int, *, loads: bool = True
+        self,
+        speeds: Speeds,
+        stages: int,
+        max_num_batched_tokens: int,
+        local_blocks: int,
+        *,
+        loads: bool = True,
+        busy_share: float | None = 0.0,
     ) -> PrefillCost:
         """Return the prediction for an instance with these speeds and `local_blocks` leading blocks.
 
-        `loads`: the instance can load a longer prefix from others.
+        `loads`: the instance can load a longer prefix from others. `busy_share`: of a pipeline's time lately; None =
+        another prompt is there now.
         """
+        if stages > 1 and busy_share is not None:
+            most = max_num_batched_tokens
+            max_num_batched_tokens = self._step_tokens(speeds, stages, most, local_blocks, busy_share)
         local = self._works.get((local_blocks, max_num_batched_tokens)) or self._work(
             local_blocks, max_num_batched_tokens
         )
@@ -101,6 +113,8 @@ class PrefillLatencyModel:
 
     def alone_s(self, speeds: Speeds, stages: int, max_num_batched_tokens: int, blocks: int) -> float:
         """Return the seconds to the first token on an idle instance with `blocks` leading blocks, loading nothing."""
+        if stages > 1:
+            max_num_batched_tokens = self._step_tokens(speeds, stages, max_num_batched_tokens, blocks)
         work = self._works.get((blocks, max_num_batched_tokens)) or self._work(blocks, max_num_batched_tokens)
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
@@ -108,6 +122,11 @@ class PrefillLatencyModel:
     def tokens_behind(self, blocks: int) -> int:
         """Return the number of prompt tokens to compute behind `blocks` leading blocks."""
         return self._tokens - self._shape.reused_tokens(self._tokens, blocks)
+
+    def _step_tokens(self, speeds: Speeds, stages: int, most: int, blocks: int, busy_share: float = 0.0) -> int:
+        """Return the tokens of a pipeline's steps for this prompt alone, behind `blocks` leading blocks."""
+        work = self._works.get((blocks, most)) or self._work(blocks, most)
+        return pipelined_step_tokens(speeds, stages, work, most, self._shape.block_size, busy_share)
 
     def _loadable(self, max_num_batched_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
         """Return the prefixes that may be loaded."""

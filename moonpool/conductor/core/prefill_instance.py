@@ -9,12 +9,12 @@ from operator import attrgetter
 
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.latency import PrefillWork, work_of, work_seconds
+from moonpool.base.scheduling.recent_and_usual import RecentRate
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.conductor.core.health_monitor import HealthMonitor
 from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
 from moonpool.conductor.core.kv_links import KVLink
 from moonpool.conductor.core.prefill_corrections import PrefillCorrections
-from moonpool.conductor.core.recent_and_usual import RecentRate
 from moonpool.conductor.placement.base import InstanceLoad, PrefillChoice, QueueWait, make
 
 TYPICAL_TOKENS = 2048
@@ -202,6 +202,10 @@ class PrefillInstanceState:
             if self.facts.max_num_batched_tokens
             else longest_s
         )
+
+    def busy_share(self, now: float) -> float | None:
+        """Return the share of its time that the instance has had work lately; None = it has some now."""
+        return None if self.free_at > now else self.recent.mean_per_s(now)
 
     def there(self, now: float) -> InstanceLoad:
         load, facts, prompts, tokens = self.load, self.facts, 0, 0

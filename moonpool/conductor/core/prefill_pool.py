@@ -10,6 +10,7 @@ from typing import NamedTuple
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.latency import Speeds, work_of, work_seconds
+from moonpool.base.scheduling.recent_and_usual import RecentRate, UsualValue
 from moonpool.base.scheduling.state_machine import digest_of, draw_below
 from moonpool.conductor.core.block_trie import blocks_at
 from moonpool.conductor.core.demand import Demand
@@ -19,7 +20,6 @@ from moonpool.conductor.core.instance_sets import slots_in
 from moonpool.conductor.core.latency_model import PrefillLatencyModel
 from moonpool.conductor.core.load_ranking import SHORTLIST, LoadRanking
 from moonpool.conductor.core.prefill_instance import NO_WAIT, TYPICAL_PROMPT, PrefillInstanceState
-from moonpool.conductor.core.recent_and_usual import RecentRate, UsualValue
 from moonpool.conductor.placement.base import (
     Arrivals,
     Candidates,
@@ -207,7 +207,10 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Predict a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
-        cost = model.cost(learnt.speeds, facts.stages, facts.max_num_batched_tokens, blocks, loads=facts.loads)
+        stages, busy = facts.stages, 0.0 if facts.stages == 1 else instance.busy_share(now)
+        cost = model.cost(
+            learnt.speeds, stages, facts.max_num_batched_tokens, blocks, loads=facts.loads, busy_share=busy
+        )
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         queue_s = free_at - now if free_at > now else 0.0
         growing_s = (prefill_s - fixed_s) / learnt.growing

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moonpool.base.config import stated
 from moonpool.base.errors import ConfigError
@@ -18,11 +18,17 @@ class PrefillConfig(EngineConfig):
     max_num_batched_tokens: int = Field(
         0,
         ge=0,
-        description="prompt tokens computed in one step at most; 0 = 512; on a GPU up to 8192, by its memory and size",
+        description="prompt tokens computed in one step at most; auto or 0 = 512; on a GPU up to 8192, by its memory "
+        "and size; a prompt alone in a pipeline is divided further, by the measured cost of a step",
     )
     max_queue: int = stated(PrefillSettings, "max_queue")
     load_timeout_s: float = stated(PrefillSettings, "load_timeout_s")
     verdict_timeout_s: float = stated(PrefillSettings, "verdict_timeout_s")
+
+    @field_validator("max_num_batched_tokens", mode="before")
+    @classmethod
+    def _auto(cls, given: object) -> object:
+        return 0 if given == "auto" else given
 
     @model_validator(mode="after")
     def _check_step(self) -> Self:

@@ -31,9 +31,10 @@ from moonpool.gateway.serving.body_limits import SCORE_BYTES, BodyMemory
 from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
-from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.json_response import to_json_bytes, to_json_in_pieces
 from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
+from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.served_request import served_request
 
@@ -67,12 +68,14 @@ class GenerationResponse:
         client: AsyncClient,
         metrics: GatewayMetrics,
         turns: AnswerTurns,
+        pictures: PictureReader,
         job: GenerationJob,
         formatter: ResponseFormatter,
     ) -> None:
         self._client = client
         self._metrics = metrics
         self._turns = turns
+        self._pictures = pictures
         self._job = job
         self._formatter = formatter
         self._notes: dict[str, object] = {}  # for the log
@@ -109,6 +112,7 @@ class GenerationResponse:
             self._span = span
             traceparent.set(span.traceparent or job.traceparent)  # in the context of this task only
             try:
+                self._job.prompts = await self._pictures.read_prompts(self._tenant, self._job.prompts)
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
                 request_metrics.failed()
@@ -137,8 +141,8 @@ class GenerationResponse:
             result = self._finished(tokens, request_metrics)
             self._start(reply, tokens)
             reply.headers.update(self._job.result_headers(result))
-            write = lambda: to_json_bytes(self._formatter.full_response(result))  # noqa: E731
-            content = await self._written(write, scores)
+            to_json = to_json_in_pieces if scores > MAX_LOOP_SCORES else to_json_bytes
+            content = await self._written(lambda: to_json(self._formatter.full_response(result)), scores)
             await self._formatter.keep()
             await reply.send_json(200, content)
         self._job.on_finished(result)

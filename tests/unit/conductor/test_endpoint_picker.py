@@ -122,9 +122,12 @@ async def test_a_streamed_request_goes_where_its_prefix_is_and_on_unchanged() ->
             pieces.append(await proxy.read())
         assert body_of(pieces) == sent
         assert len(running.servicer.core.cluster.claims) == 1  # the prompt counts at its engine
-        await proxy.send(response_headers=HttpHeaders())
+        message = ProcessingRequest(response_headers=HttpHeaders())
+        message.metadata_context.filter_metadata["envoy.lb"].update({f"{DESTINATION}-served": "prefill-0:80"})
+        await proxy.call.write(message)
         assert (await proxy.read()).HasField("response_headers")
         assert not running.servicer.core.cluster.claims
+        assert (running.servicer.endpoints_as_picked, running.servicer.endpoints_elsewhere) == (0, 1)
         await proxy.send(response_body=HttpBody(body=b"data: 1\n\n"))
         passed = (await proxy.read()).response_body.response.body_mutation.streamed_response
         assert (passed.body, passed.end_of_stream) == (b"data: 1\n\n", False)
@@ -144,6 +147,10 @@ async def test_a_buffered_chat_is_answered_step_by_step() -> None:
         picked = (await proxy.read()).request_body.response
         assert set_headers(picked) == {DESTINATION: "prefill-0:80"}
         assert picked.clear_route_cache
+        served = HeaderValue(key=f"{DESTINATION}-served", value="prefill-0:80")
+        await proxy.send(response_headers=HttpHeaders(headers=HeaderMap(headers=[served])))
+        assert (await proxy.read()).HasField("response_headers")
+        assert (running.servicer.endpoints_as_picked, running.servicer.endpoints_elsewhere) == (1, 0)
         proxy.call.cancel()  # the client has left: the prompt counts no more
         await running.until(lambda: not running.servicer.core.cluster.claims)
 

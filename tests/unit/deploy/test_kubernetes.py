@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from moonpool.base.config import SERVICE_MODULES, ServiceConfig, config_class, parse_address
+from moonpool.base.rpc.roles import CLIENTS, ROLE_URI
 from tests.unit.deploy.compose import ROOT
 from tools.gen_metrics import PAGE
 
@@ -176,6 +177,17 @@ def test_certificates_name_the_role_that_shows_them() -> None:
         config = settings("tls", container)
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert str(config.tls_cert).startswith(mounts["tls"])
+
+
+def test_certificates_of_roles_that_only_call_prove_no_server() -> None:
+    certificates = [
+        item["spec"] for item in manifests("tls") if item["kind"] == "Certificate" and "uris" in item["spec"]
+    ]
+    assert len(certificates) == 5
+    for certificate in certificates:
+        (role,) = [uri.removeprefix(ROLE_URI) for uri in certificate["uris"]]
+        assert ("server auth" in certificate["usages"]) == (role not in CLIENTS)
+        assert certificate.get("dnsNames", []) == ([] if role in CLIENTS else ["moonpool"])
 
 
 def test_engines_of_the_nvidia_overlay_have_a_gpu() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import math
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -89,6 +90,13 @@ def test_a_page_that_cannot_be_had_names_the_setting(tmp_path: Path) -> None:
         CpuSlot.claim(tmp_path / "link", 1)
     with pytest.raises(ConfigError, match="core_page"):
         CpuSlot.claim(tmp_path / "no" / "page", 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT.size, before[1]))
+    try:  # as on a full /dev/shm: told here, and not by a signal where the page is written to
+        with pytest.raises(ConfigError, match=r"core_page: .*File too large"):
+            CpuSlot.claim(tmp_path / "page", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     page = CpuSlot.claim(tmp_path / "page", 1).page
     for slot in range(SLOTS):
         put(page, slot, PARENT, 1, SAME)

@@ -124,6 +124,7 @@ class PrefillRequest:
         shared_tokens: leading tokens that earlier requests compute and register; for predictions, until the first step.
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
+        step_tokens: most tokens in a step while no other prompt has something to compute; 0 = not decided.
         token_at: when the first token was told, seconds; the last step may still be under way.
         table: the request's blocks; bound at the start, unbound once no KV is left to compute or send.
         prefix: leading blocks that were cached or loaded, and the load in flight.
@@ -146,6 +147,7 @@ class PrefillRequest:
     shared_tokens: int = 0
     status: PrefillStatus = PrefillStatus.WAITING
     first_step_at: float | None = None
+    step_tokens: int = 0
     token_at: float | None = None
     table: BlockTable | None = None
     prefix: PromptPrefix = field(default_factory=PromptPrefix)

@@ -4,6 +4,7 @@ from moonpool.base.scheduling.block_lending import BlockLending
 from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.fair_share import FairQueue, FairShares
 from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.recent_and_usual import RecentRate
 from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.scheduling.state_machine import CancelIo
 from moonpool.engine.prefill.core.actions import Action
@@ -23,6 +24,7 @@ class PrefillState:
         manager: the pool's block manager.
         lending: blocks that other instances read.
         tracker: measured speeds of the engine with all cores; predicts times.
+        recent: seconds of steps planned, divided among the stages: how busy the engine is.
         core_share: part of the engine's cores that steps have had lately; other processes on the host had the rest.
         requests: all requests that have not ended, by number.
         shares: the tenants' shares; steps are charged to them, in predicted seconds.
@@ -41,6 +43,7 @@ class PrefillState:
         self.manager = BlockManager(settings.num_blocks, settings.window_blocks, settings.window_slots)
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
+        self.recent = RecentRate()
         self.core_share = 1.0
         self.requests: dict[int, PrefillRequest] = {}
         self.shares = FairShares()

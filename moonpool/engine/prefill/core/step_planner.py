@@ -7,10 +7,11 @@ requests wait, the request's slice is dropped from the step and the request wait
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.fair_share import QueueEntry, QueueKey
-from moonpool.base.scheduling.latency import prefill_seconds
+from moonpool.base.scheduling.latency import pipelined_step_tokens, prefill_seconds, work_of
 from moonpool.engine.prefill.core.actions import ChunkOrder, DropSequenceSlice, GiveUpStep, OpenKVGate, RunStep
 from moonpool.engine.prefill.core.events import StepEnded
 from moonpool.engine.prefill.core.forecast import stall_grace, wait_for_layers, wait_for_other_load_until
@@ -149,10 +150,10 @@ class StepPlanner:
 
     def _slices(self) -> list[SequenceSlice]:
         slices: list[SequenceSlice] = []
-        budget, seconds = self._state.settings.max_num_batched_tokens, 0.0
+        budget, seconds = self._step_tokens(), 0.0
         under_way = self._under_way()
         for request in self._fair_order():
-            part = self._next_slice(request, budget)
+            part = self._next_slice(request, budget, first=not slices)
             if part is None:
                 break  # less than a block of budget left; others behind wait for their turn
             # Computing what is computed or loaded at this moment would cost a step and a second copy of the blocks.
@@ -171,6 +172,30 @@ class StepPlanner:
             if budget <= 0:
                 break
         return slices
+
+    def _step_tokens(self) -> int:
+        """Return the most tokens of the next step.
+
+        A prompt alone in a pipeline is divided, so that its first token comes sooner. Where others have something to
+        compute, they fill the pipeline, and large steps cost least.
+        """
+        state, settings = self._state, self._state.settings
+        most = settings.max_num_batched_tokens
+        if settings.stages == 1:
+            return most
+        computing = (request for request in state.requests.values() if request.scheduled < request.spec.tokens)
+        found = list(islice(computing, 2))
+        if len(found) != 1:
+            return most
+        request = found[0]
+        if not request.step_tokens:  # once: the prompt's own first step makes the engine busy
+            prefix = request.prefix.cached + request.prefix.loaded
+            if request.prefix.load is not None:
+                prefix = settings.reused_tokens(request.spec.tokens, request.prefix.load.end)
+            work, busy = work_of(request.spec.tokens - prefix, prefix), state.recent.mean_per_s(state.now)
+            speeds, size = state.tracker.speeds, settings.block_size
+            request.step_tokens = pipelined_step_tokens(speeds, settings.stages, work, most, size, busy)
+        return request.step_tokens
 
     def _give_window_blocks(self, request: PrefillRequest, part: SequenceSlice) -> bool:
         """Give window blocks to a slice's blocks; make the slice shorter if they do not suffice.
@@ -217,9 +242,11 @@ class StepPlanner:
         return cost * prefill_seconds(speeds, end - start, start, steps=1, begins=begins)
 
     def _charge(self, slices: list[SequenceSlice]) -> None:
+        state = self._state
         for part in slices:
-            key = self._state.requests[part.request].queue_key
-            self._state.shares.serve(key.tenant, self._seconds(part), key.weight)
+            key, seconds = state.requests[part.request].queue_key, self._seconds(part)
+            state.shares.serve(key.tenant, seconds, key.weight)
+            state.recent.add(seconds / state.settings.stages, state.now)
 
     def _plannable(self, request: PrefillRequest) -> bool:
         # One gated step per request: what is computed again after a failed load was then never sent on (ADR 2).
@@ -269,15 +296,14 @@ class StepPlanner:
     def _look_again(self, at: float) -> None:
         self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
 
-    def _next_slice(self, request: PrefillRequest, budget: int) -> SequenceSlice | None:
+    def _next_slice(self, request: PrefillRequest, budget: int, *, first: bool) -> SequenceSlice | None:
         """Return the request's next slice within the budget; a slice ends at a block border or at the prompt's end.
 
-        Tokens that take longer make a slice shorter: every step takes about equally long.
+        Tokens that take longer make a slice shorter: every step takes about equally long. `first`: of the step.
         """
         size, most = self._state.settings.block_size, budget
         if request.spec.token_cost > 1:
-            fewest = size if budget == self._state.settings.max_num_batched_tokens else 0
-            most = max(fewest, budget // request.spec.token_cost)
+            most = max(size if first else 0, budget // request.spec.token_cost)
         if request.may_match:
             self.match_again(request)  # others may have computed the prefix while this request waited
         start = self._start(request)

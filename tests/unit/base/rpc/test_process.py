@@ -19,7 +19,7 @@ from moonpool.base.config import ServiceConfig
 from moonpool.base.errors import CheckpointError, ConfigError, Mismatch, Unavailable, UnsupportedModel
 from moonpool.base.rpc import tuning
 from moonpool.base.rpc.channels import probe
-from moonpool.base.rpc.process import ProcessContext, parent_watch, run_main, run_service, signal_counter
+from moonpool.base.rpc.process import ProcessContext, parent_watch, run_main, run_service, signal_counter, told_line
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
 
@@ -51,9 +51,9 @@ def start(*arguments: str, stdin: int = subprocess.DEVNULL, **environment: str) 
 
 def ready(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
-    line = child.stdout.readline()
+    line = told_line(child.stdout.readline().strip())
     assert line.startswith("ready: "), child.communicate(timeout=DEADLINE_S)
-    return line.removeprefix("ready: ").strip()
+    return line.removeprefix("ready: ")
 
 
 def test_a_whole_process(tmp_path: Path) -> None:
@@ -199,6 +199,13 @@ def test_context() -> None:
     ctx.loading(0, 3, 30)
     ctx.announce("127.0.0.1:5")
     assert out.getvalue() == "loading: 0 3/30\nready: 127.0.0.1:5\n"
+    as_json = io.StringIO()
+    ProcessContext("decode-0", ctx.spans, as_json, as_json=True).announce("127.0.0.1:5")
+    said = json.loads(as_json.getvalue())
+    assert (said["event"], said["told"], said["service"]) == ("ready", "127.0.0.1:5", "decode-0")
+    assert told_line(as_json.getvalue().strip()) == "ready: 127.0.0.1:5"
+    for line in ("ready: 127.0.0.1:5", "{no JSON", '{"event": "else"}'):
+        assert told_line(line) == line
     assert 0 < ctx.epoch < 1 << 63
     assert ctx.epoch != ProcessContext("decode-0", ctx.spans, out).epoch
     told = ctx.instance(kv_pb2.INSTANCE_KIND_DECODE, "", "h:1")

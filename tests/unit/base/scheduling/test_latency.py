@@ -13,9 +13,12 @@ from moonpool.base.scheduling.latency import (
     load_seconds,
     overlapped_seconds,
     pipelined_seconds,
+    pipelined_step_tokens,
     prefill_seconds,
     prompt_work,
     transfer_seconds,
+    work_of,
+    work_seconds,
 )
 from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.v1 import conductor_pb2
@@ -176,3 +179,33 @@ def test_steps_overlap_in_a_pipeline() -> None:
 def test_weight_is_checked() -> None:
     with pytest.raises(ValueError, match="weight"):
         SpeedTracker(SPEEDS, weight=0.0)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [600, 2048, 8192, 40_000])
+@pytest.mark.parametrize("base_s", [1e-3, 30e-3])
+def test_steps_of_a_prompt_alone_in_a_pipeline_are_nearly_the_best_of_all(
+    stages: int, tokens: int, base_s: float
+) -> None:
+    speeds = Speeds(prefill_base_s=base_s, prefill_per_token_s=2e-5, prefill_per_pair_s=1e-9)
+
+    def seconds(step_tokens: int) -> float:
+        work = prompt_work(tokens, 0, step_tokens)
+        return pipelined_seconds(work_seconds(speeds, *work), steps=work.steps, stages=stages)
+
+    chosen = pipelined_step_tokens(speeds, stages, work_of(tokens, 0), 8192, 64)
+    assert chosen % 64 == 0
+    assert seconds(chosen) <= 1.02 * min(seconds(size) for size in range(64, 8193, 64))
+
+
+def test_steps_are_as_large_as_possible_without_a_pipeline_or_a_measured_base() -> None:
+    measured = Speeds(prefill_base_s=1e-3, prefill_per_token_s=1e-5)
+    assert pipelined_step_tokens(measured, 1, work_of(8192, 0), 4096, 64) == 4096
+    assert pipelined_step_tokens(Speeds(prefill_per_token_s=1e-5), 4, work_of(8192, 0), 4096, 64) == 4096
+    assert pipelined_step_tokens(measured, 4, work_of(100_000, 0), 512, 64) == 512, "never more than allowed"
+
+
+def test_a_pipeline_that_is_busy_at_times_takes_large_steps() -> None:
+    speeds = Speeds(prefill_base_s=1e-3, prefill_per_token_s=1e-5)
+    idle, busy = (pipelined_step_tokens(speeds, 4, work_of(8192, 0), 4096, 64, share) for share in (0.1, 0.5))
+    assert idle < busy == 4096

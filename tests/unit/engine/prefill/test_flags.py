@@ -50,3 +50,9 @@ def test_steps_below_a_block_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens: must be at least one block \(32 tokens\), not 31"):
         PrefillConfig.load([*COMMON, "--max-num-batched-tokens", "31"])
     assert PrefillConfig.load([*COMMON, "--max-num-batched-tokens", "32"]).max_num_batched_tokens == 32
+
+
+def test_auto_is_the_word_for_steps_that_suit_the_device() -> None:
+    assert PrefillConfig.load([*COMMON, "--max-num-batched-tokens", "auto"]).max_num_batched_tokens == 0
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        PrefillConfig.load([*COMMON, "--max-num-batched-tokens", "some"])

@@ -1,5 +1,7 @@
 """Chunk plans, exactly: which tokens of which requests each step computes."""
 
+from dataclasses import replace
+
 import pytest
 
 from moonpool.base.errors import ConfigError
@@ -13,7 +15,9 @@ Span = tuple[int, int, int]
 
 
 def make_world(*, stages: int = 1, max_num_batched_tokens: int = 2 * BT, blocks: int = 16) -> World:
-    return World(staged(stages, max_num_batched_tokens=max_num_batched_tokens, num_blocks=blocks))
+    # Without a measured base, a pipeline's steps are as large as allowed.
+    speeds = SPEEDS if stages == 1 else replace(SPEEDS, prefill_base_s=0.0)
+    return World(staged(stages, max_num_batched_tokens=max_num_batched_tokens, num_blocks=blocks), speeds)
 
 
 def spans(world: World, io: int) -> list[Span]:
@@ -242,6 +246,17 @@ def test_two_stages_take_two_steps_of_one_prompt() -> None:
     assert spans(world, 3) == [(1, 64, 80)]
     assert run(world)
     assert world.clients[1].end is not None
+
+
+def test_a_prompt_alone_in_a_pipeline_is_divided_and_one_in_company_is_not() -> None:
+    speeds = Speeds(prefill_base_s=0.01, prefill_per_token_s=0.01 / BT)
+    alone = World(staged(2, num_blocks=100, max_num_batched_tokens=16 * BT), speeds)
+    alone.arrive(16 * BT)
+    # A step's fixed time is that of a block, so four steps of four blocks are the best.
+    assert [spans(alone, 1), spans(alone, 2)] == [[(1, 0, 4 * BT)], [(1, 4 * BT, 8 * BT)]]
+    alone.arrive(16 * BT, 1)
+    alone.run_step(1)
+    assert spans(alone, 3)[0] == (1, 8 * BT, 16 * BT), "others fill the pipeline now"
 
 
 def test_a_step_that_the_engine_gives_up_ends_its_requests() -> None:

@@ -1,0 +1,95 @@
+"""Makes a release of what lies in `dist/`: `make release`, which builds the wheels first.
+
+Checks that the tree is what the release says: every distribution and the changelog have the version, nothing is
+uncommitted. Then writes beside the wheels `notes.md` (the version's changelog), `sbom.cdx.json` (the packages of
+requirements.lock, as they are installed here) and `SHA256SUMS`. A tag is left to people: the last line says the
+command.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from tools.dist import DIST, DISTRIBUTIONS, ROOT
+from tools.sbom import bill, canonical
+
+SUMS, NOTES, BILL = "SHA256SUMS", "notes.md", "sbom.cdx.json"
+
+
+def versions(root: Path = ROOT) -> dict[str, str]:
+    """The version of each distribution, and that of `moonpool-base` which others ask for, by where it is written."""
+    found = {}
+    for name, folder in DISTRIBUTIONS.items():
+        path = root / folder / "pyproject.toml"
+        project = tomllib.loads(path.read_text())["project"]
+        found[f"{name}: version"] = project["version"]
+        for needed in project.get("dependencies", ()):
+            if (asked := re.fullmatch(r"(moonpool[\w-]*)==(\S+)", needed)) is not None:
+                found[f"{name}: {asked[1]}"] = asked[2]
+    return found
+
+
+def notes(changelog: str, version: str) -> str:
+    """A version's part of the changelog, without its heading; "" if there is none."""
+    part = re.search(rf"^## \[{re.escape(version)}\][^\n]*\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    return part[1].strip() + "\n" if part is not None else ""
+
+
+def complaints(version: str, root: Path = ROOT, dist: Path = DIST) -> list[str]:
+    """Why this tree and these wheels are no release of a version."""
+    found = [f"{where} is {other}, not {version}" for where, other in versions(root).items() if other != version]
+    changelog = (root / "CHANGELOG.md").read_text()
+    if not notes(changelog, version).strip():
+        found.append(f"CHANGELOG.md has nothing under [{version}]")
+    if notes(changelog, "Unreleased").strip():
+        found.append(f"CHANGELOG.md has lines under [Unreleased]: they belong to [{version}] or to a later version")
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    if changed.stdout:
+        found.append(f"not committed: {', '.join(line[3:] for line in changed.stdout.splitlines()[:5])}")
+    names = [path.name for path in sorted(dist.glob("*.whl"))]
+    for name in DISTRIBUTIONS:
+        if not any(wheel.startswith(f"{name.replace('-', '_')}-{version}-") for wheel in names):
+            found.append(f"{dist.name}/ has no wheel of {name} {version}: make dist")
+    found += [f"{dist.name}/{name} is of another version" for name in names if name.split("-")[1] != version]
+    return found
+
+
+def released(root: Path = ROOT) -> list[Distribution]:
+    """What an installation with engines has: our distributions, torch, and the packages of the lock."""
+    locked = re.findall(r"^([\w.-]+)==", (root / "requirements.lock").read_text(), re.MULTILINE)
+    names = {*DISTRIBUTIONS, "torch", *map(canonical, locked)}
+    return [found for found in distributions() if canonical(found.name) in names]
+
+
+def write(version: str, root: Path = ROOT, dist: Path = DIST) -> list[Path]:
+    """Write notes, bill of materials and sums beside the wheels; return all files of the release."""
+    (dist / NOTES).write_text(notes((root / "CHANGELOG.md").read_text(), version))
+    (dist / BILL).write_text(json.dumps(bill(released(root)), indent=1) + "\n")
+    files = [*sorted(dist.glob("*.whl")), dist / BILL, dist / NOTES]
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (dist / SUMS).write_text("".join(sums))
+    return [*files, dist / SUMS]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if the release is ready."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", default=versions()["moonpool: version"], help="default: that of pyproject.toml")
+    version = parser.parse_args(argv).version
+    if found := complaints(version):
+        print(*found, sep="\n", file=sys.stderr)
+        return 1
+    for path in write(version):
+        print(f"{path.stat().st_size:>12,}  {path.relative_to(ROOT)}")
+    print(f"then: git tag -s v{version} -F {DIST.name}/{NOTES}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
