@@ -14,7 +14,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist release clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist release docs clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -143,6 +143,10 @@ soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS
 nightly: $(DEV_STAMP)  ## seeds that no test has tried, from where the last night ended: storms, damaged files; NIGHTLY_MINUTES=
 	$(BIN)/python -m tools.nightly --minutes $(NIGHTLY_MINUTES)
 
+docs:  ## the pages of docs/ as a site in site/, links checked; installs mkdocs-material into .site once
+	@test -x .site/bin/mkdocs || { $(PYTHON) -m venv .site && .site/bin/pip install -q mkdocs-material==9.8.2 mkdocs==1.6.1; }
+	NO_MKDOCS_2_WARNING=1 .site/bin/mkdocs build --strict
+
 release: dist  ## after dist: check versions and changelog, write notes, bill of materials and sums beside the wheels
 	$(BIN)/python -m tools.release
 
@@ -150,4 +154,4 @@ dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and
 	$(BIN)/python -m tools.dist --try $(or $(MODEL),smollm2)
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .clients .engines .nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .clients .engines .site site .nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis

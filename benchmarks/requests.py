@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ CONDUCTOR_MS, GATEWAY_MS = 1.5, 1.0
 CONDUCTORS = (1, 2, 4)
 SCALING = 0.9
 WARM_UP = 256
+KEY = f"sk-{uuid.uuid4().hex}{uuid.uuid4().hex}"
+"""LiteLLM does not start without a key; the others ask for none."""
 LITELLM_S = 120.0
 """That LiteLLM may take to listen."""
 
@@ -59,8 +62,8 @@ async def ask(url: str, asked: Sequence[str], options: argparse.Namespace, *, st
     Raises:
         RuntimeError: an answer is an error, or has no text.
     """
-    waiting = iter(asked)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    waiting, key = iter(asked), {"authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=key) as session:
 
         async def client() -> None:
             for prompt in waiting:
@@ -131,6 +134,7 @@ def litellm(python: Path, server: str) -> Iterator[tuple[str, Callable[[], float
     ]
     environment = {
         **os.environ, "PYTHONPATH": "", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_MASTER_KEY": KEY,
     }  # fmt: skip
     try:
         with listening(command, port, environment, LITELLM_S) as process:
@@ -158,7 +162,8 @@ def other_costs(options: argparse.Namespace, progress: Progress) -> tuple[dict[s
                         found.setdefault(name, []).append(cost(url, [clock], options, options.seed + number))
                         progress(f"{name}, run {number + 1}: {_told(found[name][-1])}")
             except (Skipped, RuntimeError) as error:
-                absent.append(Absent("processor time a request", name, str(error)))
+                progress(f"{name}: {error}")
+                absent.append(Absent("processor time a request", name, str(error).strip().splitlines()[-1]))
     return found, absent
 
 

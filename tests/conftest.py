@@ -5,7 +5,9 @@ draws the same examples each time, however slow the machine is. Engines that tes
 test process only.
 """
 
+import contextlib
 import gc
+import importlib
 import os
 import tempfile
 from collections.abc import Generator, Iterator
@@ -43,14 +45,30 @@ def forks() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """The garbage collector does not look at what is imported and collected: that stays to the end."""
     gc.disable()
     try:
+        _import_in_turns(session.config)
         return (yield)
     finally:
         gc.enable()
         tune_gc()
+
+
+def _import_in_turns(config: pytest.Config) -> None:
+    """Of several processes each imports another part of all test modules first.
+
+    In a new checkout pytest rewrites the assertions of each module, which takes longer than to import all that tests
+    need, and keeps what it has written: each process finds there what the others have done.
+    """
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None or [Path(arg).resolve() for arg in config.args] != [ROOT / "tests"]:
+        return
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # what is wrong with a module, its collection says
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

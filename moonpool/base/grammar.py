@@ -23,7 +23,17 @@ from moonpool.base.bundled import model_dir
 from moonpool.base.ecma_regex import from_ecma
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_parts import parse_json
-from moonpool.base.json_schema import WHITESPACE, SchemaWordError, explain_fault, inner_schemas, map_schemas, normalise
+from moonpool.base.json_schema import (
+    WHITESPACE,
+    SchemaWordError,
+    check_multiples,
+    check_numbers,
+    check_range,
+    explain_fault,
+    inner_schemas,
+    map_schemas,
+    normalise,
+)
 from moonpool.base.sampling_params import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
 
 FORMATS: tuple[str, ...] = get_args(ResponseFormat)
@@ -92,16 +102,50 @@ class Grammar:
         raise ValueError(f"must be one of {', '.join(FORMATS)}, not {self.format!r}")
 
 
+_LARK_PARTS = re.compile(r"""(?s)(?P<json>%json)|"(?:\\.|[^"\\])*"|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>""")
+"""Schemas of a grammar in Lark's notation, and what may quote one: texts, comments, expressions, special tokens."""
+
+
 def _lark(text: str) -> str:
-    """A grammar in Lark's notation, translated from llama.cpp's (GBNF), whose rules are `name ::= ...`, if need be."""
-    if is_lark_syntax(text) or "::=" not in text:
-        return text
-    try:
-        return gbnf_to_lark(text)
-    except (RecursionError, MemoryError):
-        raise
-    except Exception as error:  # the translator raises plain exceptions, and IndexError at the end of the text
-        raise ValueError(f"the grammar's notation is not GBNF: {error}") from None
+    """A grammar in Lark's notation, translated from llama.cpp's (GBNF), whose rules are `name ::= ...`, if need be.
+
+    Raises:
+        SchemaWordError: a schema within the grammar has a number that would not be followed.
+        ValueError: the grammar's notation is none.
+    """
+    if "::=" in text and not is_lark_syntax(text):
+        try:
+            text = gbnf_to_lark(text)
+        except (RecursionError, MemoryError):
+            raise
+        except Exception as error:  # the translator raises plain exceptions, and IndexError at the end of the text
+            raise ValueError(f"the grammar's notation is not GBNF: {error}") from None
+    _check_lark_schemas(text)
+    return text
+
+
+def _check_lark_schemas(text: str) -> None:
+    """Check the numbers of schemas within a grammar (`%json {...}`); all else of them the library itself refuses."""
+    at = 0
+    while (found := _LARK_PARTS.search(text, at)) is not None:
+        at = found.end()
+        if not found["json"]:
+            continue
+        behind = text[at:].lstrip(" \t\r\n")
+        try:
+            schema, length = json.JSONDecoder().raw_decode(behind)
+        except json.JSONDecodeError:
+            continue  # the library says what is wrong
+        at = len(text) - len(behind) + length
+        if isinstance(schema, dict):
+            check_range("%json", schema)
+            map_schemas(schema, _check_part, "%json")
+            check_multiples(schema, "%json")
+
+
+def _check_part(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
+    check_numbers(place, schema)
+    return schema
 
 
 def _json_grammar(text: str) -> str:

@@ -7,8 +7,12 @@ for example "properties.name.items"; "" is the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import count
 from typing import Any
+from urllib.parse import unquote
 
 from moonpool.base.ecma_regex import from_ecma
 
@@ -163,13 +167,14 @@ def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         SchemaWordError: a word is not supported; names the word with the word's place.
     """
+    schema = _with_definitions(schema)
     definitions = schema.get("$defs") if isinstance(schema.get("$defs"), Mapping) else {}
 
     def change(place: str, part: dict[str, Any]) -> Mapping[str, Any]:
         kept = {word: value for word, value in part.items() if word not in _DROPPED}
         if "format" in kept and kept["format"] not in _FORMATS:
             del kept["format"]
-        _check_numbers(place, kept)
+        check_numbers(place, kept)
         _drop_trivial(kept)
         _close_unevaluated(kept)
         _list_names(kept, definitions or {})
@@ -180,7 +185,69 @@ def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
             raise SchemaWordError(place, "$ref", "refers to another document, which is never fetched")
         return kept
 
-    return map_schemas(map_schemas(schema, change), _write_patterns)
+    changed = map_schemas(map_schemas(schema, change), _write_patterns)
+    check_range("", changed)
+    check_multiples(changed)
+    return changed
+
+
+_MAX_MOVED = 64
+"""Schemas outside of the places of schemas that a schema may refer to."""
+
+
+def _with_definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with a copy in `$defs` of what `$ref` names elsewhere, such as "#/components/schemas/A".
+
+    Raises:
+        SchemaWordError: there are too many of these.
+    """
+    definitions = schema.get("$defs", {})
+    if not isinstance(definitions, Mapping):
+        return schema
+    names, copies = dict[str, str](), dict[str, Any]()
+    while True:
+        whole = {**schema, "$defs": {**definitions, **copies}}
+        known = {"", *(place for place, _ in inner_schemas(whole))}
+
+        def refer(place: str, part: dict[str, Any], known: set[str] = known) -> Mapping[str, Any]:
+            words = _pointer_words(part.get("$ref"))
+            target, at = _at(schema, words), ".".join(words)
+            if at not in names:
+                if at in known or not isinstance(target, Mapping):
+                    return part  # a schema's place, or nothing: then the library says so
+                if len(names) == _MAX_MOVED:
+                    raise SchemaWordError(
+                        place, "$ref", f"more than {_MAX_MOVED} parts outside of $defs are referred to"
+                    )
+                name = re.sub(r"[^\w.]", "-", at)
+                while name in definitions or name in copies:
+                    name += "-"
+                names[at] = name
+                copies[names[at]] = target
+            return {**part, "$ref": f"#/$defs/{names[at]}"}
+
+        referred = map_schemas(whole, refer)
+        if len(whole["$defs"]) == len(definitions) + len(copies):
+            return referred if copies else schema
+
+
+def _pointer_words(reference: Any) -> list[str]:
+    """The names on the way to what a reference within the document names; [] = the whole, or another reference."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return []
+    return [word.replace("~1", "/").replace("~0", "~") for word in unquote(reference[2:]).split("/")]
+
+
+def _at(value: Any, words: Sequence[str]) -> Any:
+    """What is within a JSON value behind these names and numbers; None = nothing."""
+    for word in words:
+        if isinstance(value, Mapping):
+            value = value.get(word)
+        elif isinstance(value, list) and word.isascii() and word.isdigit() and int(word[:9]) < len(value):
+            value = value[int(word[:9])]
+        else:
+            return None
+    return value
 
 
 def _write_patterns(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
@@ -195,11 +262,11 @@ def _write_patterns(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
 _EXACT = 1 << 53
 """Up to here the library that follows schemas, whose numbers are 64-bit floats, tells one integer from the next."""
 _MOST = 1 << 63
-"""The library has 64 bits for the bounds of integers, with a sign."""
+"""The library has 64 bits for integers, with a sign, and takes the nearest of these for any other number."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
-def _check_numbers(place: str, schema: Mapping[str, Any]) -> None:
+def check_numbers(place: str, schema: Mapping[str, Any]) -> None:
     """Check that each number of a schema is followed digit by digit.
 
     Raises:
@@ -221,13 +288,70 @@ def _check_number(place: str, word: str, value: Any, *, exact: bool = True) -> N
             _check_number(place, f"{word}.{name}", inner, exact=exact)
     elif isinstance(value, float) and not math.isfinite(value):
         raise SchemaWordError(place, word, "must be a finite number")
-    elif isinstance(value, int | float) and abs(value) > _EXACT and not (exact and _fits_float(value)):
+    elif isinstance(value, int | float) and abs(value) > _EXACT and not (exact and _is_followed_exactly(value)):
         raise SchemaWordError(place, word, f"{value} has more digits than can be followed one by one")
 
 
-def _fits_float(value: float) -> bool:
-    """Whether the library reads exactly this number."""
-    return isinstance(value, float) or (abs(value) < _MOST and int(float(value)) == value)
+def _is_followed_exactly(value: float) -> bool:
+    return abs(value) < _MOST and int(float(value)) == value
+
+
+def check_range(place: str, value: Any) -> None:
+    """Check that no number is so low that the library would end this process: some lower than int64's least do.
+
+    All of a value is looked at, since references may lead anywhere.
+
+    Raises:
+        SchemaWordError: there is one; names the number's place.
+    """
+    if isinstance(value, list | Mapping):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            check_range(f"{place}.{name}" if place else f"{name}", inner)
+    elif isinstance(value, int | float) and value < _LEAST:
+        above, _, word = place.rpartition(".")
+        raise SchemaWordError(above, word, f"{value} is below what can be followed")
+
+
+_MOST_MULTIPLE = 100_000
+"""The library tells so many remainders apart in some 0.3 s; beyond, nothing bounds its time and memory."""
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+def check_multiples(schema: Mapping[str, Any], at: str = "") -> None:
+    """Check that following each `multipleOf` is cheap, also all together where schemas may meet in one number.
+
+    `at`: the schema's place, if the schema is a part of something.
+
+    Raises:
+        SchemaWordError: one is too large, or with those before it; names the word with the word's place.
+    """
+    parts = (*inner_schemas(schema), ("", schema))
+    meet = any(word in part for _, part in parts for word in _COMBINING)
+    together = Fraction(1)
+    for place, part in parts:
+        told = part.get("multipleOf")
+        if not isinstance(told, int | float) or isinstance(told, bool) or told <= 0:
+            continue  # the library says what is wrong
+        multiple = Fraction(str(told))
+        together = _common_multiple(together, multiple) if meet else multiple
+        if not _is_cheap(multiple) or not _is_cheap(together):
+            message = "is too large" if not _is_cheap(multiple) else "is too large together with others"
+            raise SchemaWordError(".".join(filter(None, (at, place))), "multipleOf", f"{told} {message}")
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
+
+
+def _is_cheap(multiple: Fraction) -> bool:
+    """Whether a multiple has few remainders: its digits without the point say how many; tens cost nothing."""
+    places = next(places for places in count() if (10**places) % multiple.denominator == 0)
+    digits = str(int(multiple * 10**places))
+    return int(digits) <= _MOST_MULTIPLE or int(digits.rstrip("0")) <= 10
+
+
+_LEAST = -_MOST + (1 << 10)
+"""The float next to -2^63: lower integers may be rounded to -2^63."""
 
 
 def _drop_trivial(schema: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from moonpool.cli.addresses import addresses
 from moonpool.cli.options import Engines
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.whole_words import whole_words
-from moonpool.client import Client, GenerateArguments, GenerateResult, Message
+from moonpool.client import Client, GenerateArguments, GenerateResult, Message, MessagePart, Picture
 from moonpool.client.transport import NotConnected
 
 
@@ -118,6 +118,8 @@ class Conversation:
     context: str = ""
     tenant: str = ""
     turns: list[Message] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    """Shown with the next turn."""
 
     def ask(self, text: str, out: TextIO) -> GenerateResult | None:
         """Send a turn and write the answer as produced; both stay in the conversation, also a stopped answer.
@@ -128,7 +130,11 @@ class Conversation:
         Raises:
             MoonpoolError: there is no answer; the turn is forgotten.
         """
-        asked: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        turn: Message = {"role": "user", "content": text}
+        if self.pictures:
+            shown: list[MessagePart] = [{"picture": picture} for picture in self.pictures]
+            turn = {"role": "user", "content": "", "parts": [*shown, {"text": text}]}
+        asked: list[Message] = [*self.turns, turn]
         begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         said: list[str] = []
         stream = self.client.stream(
@@ -142,6 +148,7 @@ class Conversation:
         out.write("\n")
         out.flush()
         self.turns = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self.pictures = []
         return stream.result
 
 

@@ -14,6 +14,8 @@ from rich.table import Column
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between two plain lines that differ in their numbers only."""
+ECHO_COLUMNS = 4
+"""Columns that bars leave free for the `^C` of a terminal, which else would begin a line and leave a bar behind."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -84,6 +86,7 @@ def start_progress(console: Console | None = None) -> Iterator[StartProgress]:
     if not console.is_terminal:
         yield PlainProgress(lambda line: print(line, file=console.file, flush=True))
         return
+    console.width = max(1, console.width - ECHO_COLUMNS)
     # One line a part: what is wider than the terminal would leave lines behind.
     text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
     columns = text, BarColumn(bar_width=20), TimeElapsedColumn()

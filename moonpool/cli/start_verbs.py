@@ -70,15 +70,22 @@ def run(
     top_p: TopP = 0.9,
     seed: Seed = None,
     engines: EngineChoice = "auto",
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Picture shown with the first turn; may be given several times.")
+    ] = None,
 ) -> None:
     """Chat with a model, or answer one prompt; starts a stack unless one that serves the model runs."""
     from moonpool.base.sampling_params import SamplingParams
     from moonpool.cli.generate import Conversation, run_model
     from moonpool.cli.models import pulled_model
+    from moonpool.client import own_picture
 
+    pictures = [own_picture(path) for path in image or ()]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = "" if not prompt and sys.stdin.isatty() else prompt_text(prompt)
-    run_model(pulled_model(model), text, lambda client: Conversation(client, sampling, system), engines)
+    run_model(
+        pulled_model(model), text, lambda client: Conversation(client, sampling, system, pictures=pictures), engines
+    )
 
 
 @app.command(rich_help_panel=START)

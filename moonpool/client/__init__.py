@@ -25,6 +25,7 @@ from moonpool.base.errors import (
     Unsupported,
 )
 from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.pictures.files import Picture, own_picture
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client.client import AsyncClient, Client
@@ -38,6 +39,7 @@ from moonpool.client.types import (
     GenerateArguments,
     GenerateResult,
     Message,
+    MessagePart,
     Placement,
     Slo,
     Timing,
@@ -70,10 +72,12 @@ __all__ = [
     "InvalidRequest",
     "LoraInfo",
     "Message",
+    "MessagePart",
     "Mismatch",
     "MoonpoolError",
     "NotFound",
     "Overloaded",
+    "Picture",
     "Placement",
     "SamplingParams",
     "SessionTurn",
@@ -88,4 +92,5 @@ __all__ = [
     "Unavailable",
     "Unsupported",
     "Usage",
+    "own_picture",
 ]

@@ -310,6 +310,8 @@ def _chat_message(given: pb.ChatMessage) -> Message:
         message["tool_call_id"] = given.tool_call_id
     if given.reasoning_content:
         message["reasoning_content"] = given.reasoning_content
+    if given.parts:
+        message["parts"] = [{"text": part.text} for part in given.parts]
     return message
 
 

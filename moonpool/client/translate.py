@@ -140,6 +140,17 @@ def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
         tool_calls=map(_tool_call, message.get("tool_calls", ())),
         tool_call_id=message.get("tool_call_id", ""),
         reasoning_content=message.get("reasoning_content", ""),
+        parts=map(_part, message.get("parts", ())),
+    )
+
+
+def _part(part: Mapping[str, Any]) -> conductor_pb2.ContentPart:
+    if (picture := part.get("picture")) is None:
+        return conductor_pb2.ContentPart(text=part["text"])
+    return conductor_pb2.ContentPart(
+        picture=conductor_pb2.Picture(
+            content=picture.content, width=picture.width, height=picture.height, detail=picture.detail
+        )
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
 from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.pictures.files import Picture
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.sessions import SessionTurn
 
@@ -28,12 +29,20 @@ class ToolCall(TypedDict):
     function: CalledFunction
 
 
+class MessagePart(TypedDict):
+    """A text or a picture of a message."""
+
+    text: NotRequired[str]
+    picture: NotRequired[Picture]
+
+
 class Message(TypedDict):
     """One message in a conversation.
 
     Attributes:
         role: "system", "user", "assistant" or "tool" (the result of a tool call).
-        content: the text.
+        content: the text; "" with `parts`.
+        parts: texts and pictures in their order, in place of `content`.
         tool_calls: tool calls in an assistant's message.
         tool_call_id: id of the call that the tool's message answers.
         reasoning_content: the assistant's thoughts before the text.
@@ -44,6 +53,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[Sequence[ToolCall]]
     tool_call_id: NotRequired[str]
     reasoning_content: NotRequired[str]
+    parts: NotRequired[Sequence[MessagePart]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,6 +285,8 @@ def check_create(request: pb.CreateContextRequest) -> None:
     """
     if request.HasField("chat") == request.HasField("prompt"):
         raise InvalidRequest("messages", "a context is made of either messages or token_ids")
+    if any(part.HasField("picture") for turn in request.chat.messages for part in turn.parts):
+        raise InvalidRequest("messages", "contexts take no pictures")
     if request.ttl_s:
         check_ttl("ttl_s", request.ttl_s)
     if request.cache_salt and not request.pin_only:

@@ -20,12 +20,15 @@ from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.grammar import check_grammar
 from moonpool.base.kv.keys import MAX_SALT_CHARS, block_keys, chain_root
+from moonpool.base.kv.media import MediaItem
+from moonpool.base.pictures.rule import check_pictures, with_pictures
+from moonpool.base.rpc.messages import MESSAGE_BYTES
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lora_option
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.thinking import MAX_MARK_TOKENS
-from moonpool.conductor.chat_prompt import chat_chars, render_chat
+from moonpool.conductor.chat_prompt import chat_chars, chat_pictures, render_chat
 from moonpool.conductor.checkpoint import Checkpoint
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.core.request_spec import ATTEMPT_MARK, RequestSpec, SloLimits
@@ -38,6 +41,8 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
+MESSAGE_BYTES_PER_TOKEN, MAX_SEQUENCE_BYTES = 8, MESSAGE_BYTES - (64 << 10)
+"""Bytes of a token in messages to engines, with its part of a key, and most bytes of tokens and pictures there."""
 MAX_PROMPT_SCORES = 1 << 18
 """Most log probabilities for one prompt: 2 MiB, which fits one message."""
 T = TypeVar("T")
@@ -92,6 +97,7 @@ class RequestValidator:
             checkpoint.config.answer_rules if self._config.generation_config == "auto" else AnswerRules(),
             self._config.tenant_weights,
             self._loras.get,
+            checkpoint.pictures,
         )
 
     def model_name(self, asked: str) -> str:
@@ -155,8 +161,13 @@ def read_request(
     """
     _check_envelope(message)
     lora = _read_model(message.model, served)
-    prompt = _read_prompt(message, served)
+    prompt, media = _read_prompt(message, served)
     sampling = _read_sampling(message.sampling, served, len(prompt), draw_seed)
+    for option, wanted in (
+        ("prompt_logprobs", sampling.prompt_logprobs is not None),
+        ("embedding", sampling.embedding),
+    ):
+        require(f"sampling.{option}", not (media and wanted), "is not built for prompts with pictures")
     root = chain_root(served.namespace, message.tenant, message.cache_salt, b"" if lora is None else lora.id)
     vocabulary = served.config.vocab_size
     end_token_ids = _read_end_tokens(sampling, served)
@@ -167,7 +178,7 @@ def read_request(
         id=request_id,
         prompt_tokens=len(prompt),
         max_tokens=sampling.max_tokens,
-        prompt_key=block_keys(root, prompt, len(prompt))[0],
+        prompt_key=block_keys(root, prompt, len(prompt), media)[0],
         slo=slo,
         arrived=arrived,
         deadline=deadline,
@@ -189,7 +200,7 @@ def read_request(
         stops=tuple(sampling.stop),
         end_token_ids=end_token_ids,
         chain_root=root,
-        prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size)),
+        prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size, media)),
         block_size=served.layout.block_size,
         bad_tokens=bad_tokens,
         suppressed=served.rules.suppressed,
@@ -198,6 +209,7 @@ def read_request(
         resume=resume,
         cache_salt=message.cache_salt,
         lora=lora,
+        media=media,
     )
 
 
@@ -292,8 +304,11 @@ def session_from_proto(message: conductor_pb2.SessionTurn) -> SessionTurn:
     return session
 
 
-def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) -> array[int]:
-    kind = message.WhichOneof("prompt")
+def _read_prompt(
+    message: conductor_pb2.GenerateRequest, served: ServedModel
+) -> tuple[array[int], tuple[MediaItem, ...]]:
+    """Return the prompt's tokens, and its pictures."""
+    kind, media = message.WhichOneof("prompt"), tuple[MediaItem, ...]()
     match kind:
         case "text":
             field = "prompt"
@@ -309,15 +324,23 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) ->
             require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
             too_large = served.tokenizer.is_too_large(chat_chars(message.chat), served.max_tokens)
             require(field, not too_large, _too_long(served))
+            pictures, rule = chat_pictures(message.chat), served.pictures
+            if pictures and isinstance(rule, str):
+                raise InvalidRequest(field, f"{served.name} takes no pictures: {rule}")
+            check_pictures(field, pictures)
             chat = render_chat(message.chat, served.tokenizer)
             _check_longer(field, chat.text, served)
             tokens = array("i", served.tokenizer.encode_chat(chat))
+            if not isinstance(rule, str):
+                tokens, media = with_pictures(field, rule, tokens, pictures)
+                nbytes = sum(len(item.content) for item in media) + MESSAGE_BYTES_PER_TOKEN * len(tokens)
+                require(field, nbytes <= MAX_SEQUENCE_BYTES, "pictures and tokens together are too large to send")
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
     vocabulary = served.config.vocab_size
     require(field, min(tokens) >= 0 and max(tokens) < vocabulary, f"token ids must be in [0, {vocabulary})")
-    return tokens
+    return tokens, media
 
 
 def _check_length(field: str, tokens: int, served: ServedModel) -> None:

@@ -14,6 +14,7 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, pack_keys, tokens_to_bytes
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.media import MediaItem
+from moonpool.base.pictures.base import PictureRule
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.conductor.core.request_spec import RequestSpec, ResumeState
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -127,6 +128,8 @@ class ServedModel:
     """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
     lora: Callable[[str], kv_pb2.LoraAdapter | None] = lambda name: None
     """The LoRA adapter of a name."""
+    pictures: PictureRule | str = ""
+    """What the model makes of pictures; a text says why the model takes none."""
 
 
 @dataclass(frozen=True, slots=True)

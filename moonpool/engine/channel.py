@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 1 << 30
 
 
 class ChannelClosed(Exception):  # noqa: N818 - an ending, not a fault

@@ -12,8 +12,11 @@ class GraphRun(LayerRun):
 
     def _shape(self, run: StepRun) -> GraphShape | None:
         graphs = self._stage.graphs
-        # A graph has no products of adapters in it.
-        return graphs.shape(run.step, run.packed) if graphs is not None and run.packed.loras is None else None
+        # A graph has no products of adapters in it, no rows of pictures, and no positions but the tokens' places.
+        plain = run.packed.loras is None and run.packed.rope_positions is None
+        if graphs is None or not plain or any(part.media for part in run.step.sequences):
+            return None
+        return graphs.shape(run.step, run.packed)
 
     def _compute(self, run: StepRun) -> bool:
         """Give all the stage's layers to the stream as one graph; return False if the step was aborted before."""

@@ -26,6 +26,7 @@ class LayerRun(RunMode):
         memory = self._stage.platform.memory
         packed = PackedBatch.build(parts, memory.block_size, full_hits=full_hits, slot_of=memory.slot_of)
         self._add_loras(step, packed)
+        self._add_rope_positions(step, packed)
         return StepRun(step, packed, masks, self._last_rows(step), self._stage.model.layer_begin, step.steps - 1)
 
     def advance(self, run: StepRun, tokens: list[int]) -> None:
@@ -154,6 +155,10 @@ class LayerRun(RunMode):
 
     def _embed(self, run: StepRun) -> None:
         run.hidden = self._stage.model.embed(run.batch.token_ids, run.batch.positions)
+        encoder, begins = self._stage.model.pictures, run.left == run.step.steps - 1
+        if begins and any(part.media for part in run.step.sequences):
+            assert encoder is not None, "requests with pictures are refused elsewhere"
+            encoder.place(run.hidden, run.step.sequences, run.batch)
 
     def _compute_layers(
         self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None

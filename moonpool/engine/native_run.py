@@ -22,6 +22,7 @@ class NativeRun(RunMode):
         parts = [(part.token_ids, part.start - 1, part.block_table) for part in step.sequences]
         packed = PackedBatch.build(parts, self._stage.platform.memory.block_size)
         self._add_loras(step, packed)
+        self._add_rope_positions(step, packed)
         run = StepRun(step, packed, masks, None, self._stage.model.layer_begin, step.steps - 1)
         run.sampler = StepSampler(self._stage.model, step, self._stage.kv_gates.dropped(step.step_id))
         run.sampler.set_previous(packed.arrays["token_ids"].tolist())
@@ -106,4 +107,5 @@ class NativeRun(RunMode):
 
 def _like_further(sequence: SequenceStep) -> bool:
     """Tell whether a sequence's part of a run's first step is one token after others, as in later steps."""
-    return len(sequence.token_ids) == 4 and sequence.start > 0 and sequence.scored is None and not sequence.full_hit
+    plain = sequence.scored is None and not sequence.full_hit and not sequence.media
+    return len(sequence.token_ids) == 4 and sequence.start > 0 and plain

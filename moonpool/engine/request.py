@@ -6,7 +6,7 @@ Every accepted request is safe to compute: the model has every token id.
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Self
 
@@ -14,9 +14,12 @@ from moonpool.base.cluster.proto_conversion import media_from_proto
 from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.base.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
-from moonpool.base.kv.media import MediaItem
+from moonpool.base.kv.media import MediaItem, overlapping
 from moonpool.base.kv.native_library import chain_keys, tokens_below
 from moonpool.base.logprobs import bytes_per_token
+from moonpool.base.pictures.base import PictureRule
+from moonpool.base.pictures.files import Picture, PictureFiles
+from moonpool.base.pictures.rule import check_pictures, grid_of, with_pictures
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SUPPRESSED_TOKENS, SCORED_TOKEN_COST
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.request import EngineRequest
@@ -31,6 +34,8 @@ MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
 TOKEN_BYTES = 4
 LORA_ID_BYTES = 32
 MAX_PENDING_READS = 1024
+MAX_LOOKED_AT = 1024
+"""Digests of pictures that are known to be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class IncomingRequest:
         spec: the part that schedulers see.
         lora: id of the LoRA adapter; b"" = the base model.
         media: pictures in the prompt, in order.
+        rope_shifts: M-RoPE: ends of pictures, and by how much the positions behind them differ from the tokens' places.
     """
 
     request_id: str
@@ -54,6 +60,7 @@ class IncomingRequest:
     spec: EngineRequest
     lora: bytes = b""
     media: tuple[MediaItem, ...] = ()
+    rope_shifts: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_proto(
@@ -141,6 +148,33 @@ class IncomingRequest:
         tokens = self.token_ids if token_ids is None else token_ids
         return TokenHistory(self.chain_root, tokens, self.spec.keys, self.media)
 
+    def with_checked_pictures(self, rule: PictureRule) -> Self:
+        """Check that each picture has the tokens and the digest that the model's rule gives it; learn their positions.
+
+        Raises:
+            InvalidRequest: one has others; names `sequence.media`.
+        """
+        shifts: list[tuple[int, int]] = []
+        for item in self.media:
+            picture = Picture(item.content, item.width, item.height, item.detail)
+            check_pictures("sequence.media", [picture])
+            _, (right,) = with_pictures("sequence.media", rule, [rule.mark], [picture])
+            grid = grid_of("sequence.media", rule, picture)
+            tokens = rule.tokens(grid)
+            if self.token_ids[item.begin : item.end] != array("i", tokens) or item.digest != right.digest:
+                raise InvalidRequest("sequence.media", "tokens or digest are not those of the picture")
+            if rule.components:
+                shifts.append((item.end, max(grid) - len(tokens)))
+        return replace(self, rope_shifts=tuple(shifts)) if shifts else self
+
+    def rope_shift(self, position: int) -> int:
+        """Return what RoPE's position of a token is behind its own, or that of the picture in which the token lies."""
+        return sum(shift for end, shift in self.rope_shifts if end <= position) if self.rope_shifts else 0
+
+    def media_in(self, start: int, end: int) -> tuple[MediaItem, ...]:
+        """Return the pictures with tokens at the positions [start, end)."""
+        return tuple(overlapping(self.media, start, end)) if self.media else ()
+
     def parents(self) -> list[BlockKey]:
         """For each of the request's keys, the key before in the chain."""
         return [self.chain_root, *self.spec.keys][: len(self.spec.keys)]
@@ -202,13 +236,40 @@ class RequestReader:
 
     Args:
         read: checks a request, in any thread.
-        beside: threads for long requests.
+        beside: threads for long requests, and those with pictures.
+        files: looks at pictures; None: their files are not looked at.
     """
 
-    def __init__(self, read: Callable[[kv_pb2.SequenceSpec], IncomingRequest], beside: ThreadOffload) -> None:
-        self._read = read
+    def __init__(
+        self,
+        read: Callable[[kv_pb2.SequenceSpec], IncomingRequest],
+        beside: ThreadOffload,
+        files: PictureFiles | None = None,
+    ) -> None:
+        self._read_tokens = read
         self._beside = beside
+        self._files = files
+        self._looked_at: dict[bytes, None] = {}  # digests, the oldest first
         self._reading: set[_PendingRead] = set()
+
+    def close(self) -> None:
+        """End the process that looks at pictures."""
+        if self._files is not None:
+            self._files.close()
+
+    def _read(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
+        incoming = self._read_tokens(spec)
+        for item in incoming.media:
+            if self._files is None or item.digest in self._looked_at:
+                continue
+            found = self._files.read("sequence.media", item.content)
+            if (found.width, found.height) != (item.width, item.height):
+                size = f"{found.width} x {found.height} pixels, not {item.width} x {item.height}"
+                raise InvalidRequest("sequence.media", f"a picture has {size}")
+            self._looked_at[item.digest] = None
+            for digest in list(self._looked_at)[:-MAX_LOOKED_AT]:
+                self._looked_at.pop(digest, None)  # another thread may have
+        return incoming
 
     async def read(self, spec: kv_pb2.SequenceSpec, caller: str = "") -> IncomingRequest:
         """Check a request of `caller`. State may change meanwhile: check the request again afterwards.
@@ -218,7 +279,7 @@ class RequestReader:
             Overloaded: too many requests are being read.
             Unavailable: the request was cancelled meanwhile.
         """
-        if len(spec.token_ids) < TOKEN_BYTES * self._beside.least_tokens:
+        if len(spec.token_ids) < TOKEN_BYTES * self._beside.least_tokens and not spec.media:
             return self._read(spec)
         if len(self._reading) >= MAX_PENDING_READS:
             raise Overloaded(f"{MAX_PENDING_READS} requests are being read", reason="queue_full", retry_after_s=1.0)

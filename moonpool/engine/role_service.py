@@ -15,6 +15,7 @@ from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
+from moonpool.base.pictures.files import PictureFiles
 from moonpool.base.runtime.journal import JournalWriter
 from moonpool.base.scheduling.block_lending import BlockLending
 from moonpool.base.scheduling.block_manager import BlockManager
@@ -104,7 +105,8 @@ class RoleService(ABC):
         engine, setup, handover = context.engine, context.setup, context.handover
         self.identity, self.setup, self.layout, self.pool = context.instance, setup, setup.layout, engine.pool
         self.context, self.beside, self.listener = context, context.beside, context.listener
-        self.request_reader = RequestReader(setup.incoming, context.beside)
+        looks = setup.spec.emulated is None and not isinstance(setup.pictures, str)
+        self.request_reader = RequestReader(setup.incoming, context.beside, PictureFiles() if looks else None)
         self.deletions = DeletionLog(setup.namespace, world.monotonic) if handover is None else handover.deletions
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
@@ -167,6 +169,7 @@ class RoleService(ABC):
                 await self._released()
             finally:
                 executor.close()
+                self.request_reader.close()
                 await self.close()
 
     async def _released(self) -> None:

@@ -102,6 +102,12 @@ class RunMode(ABC):
         self._stage.platform.memory.finish_step(report, aborted=not done)
         return following
 
+    def _add_rope_positions(self, step: Step, packed: PackedBatch) -> None:
+        """Give the batch the positions by which RoPE turns, where these are not the tokens' places."""
+        encoder = self._stage.model.pictures
+        if encoder is not None and any(part.rope_shift or part.media for part in step.sequences):
+            encoder.set_positions(packed, step.sequences)
+
     def _add_loras(self, step: Step, packed: PackedBatch) -> None:
         """Give a step's batch the sequences' adapters, if there are any."""
         if any(sequence.lora for sequence in step.sequences):

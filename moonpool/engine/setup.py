@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from moonpool.base.checkpoint import (
     ModelConfig,
+    Tokenizer,
     config_hash,
     held_quantization,
     inspect_checkpoint,
@@ -21,6 +22,7 @@ from moonpool.base.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.base.checkpoint.named_models import cache_folder
+from moonpool.base.checkpoint.picture_rule import engine_rule
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.checkpoint.weight_file import in_use
 from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
@@ -29,6 +31,8 @@ from moonpool.base.families.ranks import SETTING, check_ranks
 from moonpool.base.kv.keys import namespace
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.memory import available_bytes
+from moonpool.base.pictures.base import PictureRule
+from moonpool.base.pictures.rule import read_rule
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import draw_bits
 from moonpool.base.scheduling.steps import STEP_TOKENS
@@ -57,6 +61,7 @@ class EngineSetup:
         vocab_size: tokens the model knows.
         max_tokens: longest sequence, tokens.
         link_rate: bytes of KV sent per second at most; None = unlimited.
+        pictures: what the model makes of pictures; a text says why none are taken.
     """
 
     spec: EngineSpec
@@ -64,6 +69,7 @@ class EngineSetup:
     vocab_size: int
     max_tokens: int
     link_rate: float | None = None
+    pictures: PictureRule | str = "the checkpoint has no encoder of pictures"
 
     @property
     def layout(self) -> KVLayout:
@@ -74,14 +80,15 @@ class EngineSetup:
         """Check a request against what is served; raises as `IncomingRequest.from_proto`."""
         if self.spec.emulated is not None:
             _check_emulated(spec.sampling)
-        return IncomingRequest.from_proto(
+        incoming = IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,
             block_size=self.layout.block_size,
             vocab_size=self.vocab_size,
             max_tokens=self.max_tokens,
-            takes_media=self.spec.emulated is not None,
+            takes_media=not isinstance(self.pictures, str),
         )
+        return incoming if isinstance(self.pictures, str) else incoming.with_checked_pictures(self.pictures)
 
     @property
     def namespace(self) -> bytes:
@@ -160,7 +167,10 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     weights_file = weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]
     if devices[0].platform.in_host_pool and _in_file(config, folder, spec, weights_file):
         spec = dataclasses.replace(spec, weights_file=str(weights_file))
-    return _instance_setup(config, declared, spec, fingerprint)
+    pictures = engine_rule(folder) if not model.decoder.other else f"not with model_impl={config.model_impl}"
+    if not isinstance(pictures, str) and pictures.components and stages > 1:
+        pictures = "not with pipeline stages: later stages do not know the rows and columns of pictures"
+    return dataclasses.replace(_instance_setup(config, declared, spec, fingerprint), pictures=pictures)
 
 
 def weights_folder() -> Path:
@@ -296,7 +306,9 @@ def _emulated_setup(
         emulated=emulated,
     )
     # Never the fingerprint of real weights; the same for all instances that emulate the same, at any time scale.
-    return _instance_setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
+    fingerprint = blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest()
+    pictures = read_rule(folder, lambda: Tokenizer.load(folder))
+    return dataclasses.replace(_instance_setup(config, model, spec, fingerprint), pictures=pictures)
 
 
 def _emulation_noise(config: EngineConfig) -> Noise:

@@ -80,6 +80,11 @@ class GatewayConfig(ServiceConfig):
         description='origins whose web pages may use the HTTP APIs, for example https://chat.example.com; "*" for '
         "all. Default: none but the gateway's own page",
     )
+    picture_hosts: Names = Field(
+        (),
+        description="names of hosts from which pictures in requests may be fetched by URL, for example "
+        "images.example.com; default: none, pictures are in the requests themselves",
+    )
     api_keys: Path | None = Field(
         None,
         description="file of hashed API keys and their tenants, read again when the file changes; default: no key is "

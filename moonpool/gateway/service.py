@@ -44,6 +44,8 @@ from moonpool.gateway.serving.generation_response import AnswerTurns
 from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
+from moonpool.gateway.serving.picture_fetch import PictureFetcher
+from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
 from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -81,6 +83,10 @@ async def application(
         threads = TenantTurns(stack.enter_context(world.thread_pool(1, "tokenize")))
         parsing = TenantTurns(stack.enter_context(world.thread_pool(1, "bodies")))
         rendering = TenantTurns(stack.enter_context(world.thread_pool(1, "texts")))
+        looking = TenantTurns(stack.enter_context(world.thread_pool(1, "pictures")))
+        fetching = TenantTurns(stack.enter_context(world.thread_pool(1, "fetch")))
+        pictures = PictureReader(looking, fetching, PictureFetcher(config.picture_hosts))
+        stack.callback(pictures.close)
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -95,6 +101,7 @@ async def application(
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
         handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
+        handlers = replace(handlers, pictures=pictures)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
         stack.push_async_callback(handlers.next_turns.close)
@@ -257,6 +264,7 @@ def gateway_context(
         registry=metrics.registry,
         wall_clock=world.unix_time,
         rendering=rendering,
+        pictures=PictureReader(rendering, rendering, PictureFetcher(config.picture_hosts)),
         turns=AnswerTurns(rendering, bodies.memory),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,

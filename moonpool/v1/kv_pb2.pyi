@@ -1263,6 +1263,9 @@ class MediaItem(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     begin: _builtins.int
     """Position of its first token."""
     end: _builtins.int
@@ -1271,6 +1274,11 @@ class MediaItem(_message.Message):
     """32-byte hash of all that decides its embeddings: file, detail, grid and the processor's settings."""
     content: _builtins.bytes
     """The file, as it was sent; empty where nobody computes it."""
+    width: _builtins.int
+    """Pixels, once turned as the file says."""
+    height: _builtins.int
+    detail: _builtins.str
+    """`Picture.detail`."""
     def __init__(
         self,
         *,
@@ -1278,10 +1286,13 @@ class MediaItem(_message.Message):
         end: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         content: _builtins.bytes = ...,
+        width: _builtins.int = ...,
+        height: _builtins.int = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "content", b"content", "digest", b"digest", "end", b"end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "content", b"content", "detail", b"detail", "digest", b"digest", "end", b"end", "height", b"height", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,6 +115,7 @@ def up(
         process.stdout.close()
 
 
+@pytest.mark.timeout(300)  # nine commands and a start, on a busy machine
 def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> None:
     """A request through the command line, a clean check, Ctrl-C drains, and nothing is left."""
     process, address = up

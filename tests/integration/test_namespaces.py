@@ -104,7 +104,8 @@ class Stack:
 
     def wait_ready(self, name: str) -> None:
         """Waits until the service itself says that it is ready."""
-        self._wait(name, lambda: re.search(rb'ready: |"event": "ready"', self.log(name).read_bytes()), "ready")
+        said = re.compile(rb'ready: |"event": "ready"')
+        self._wait(name, lambda: bool(said.search(self.log(name).read_bytes())), "ready")
 
     def _wait(self, name: str, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 90

@@ -87,8 +87,8 @@ CROWDED = Run(requests=80, prefill=4, decode=4, jitter_s=0.0, speed=8.0, decode_
 @pytest.mark.timeout(600)
 def test_rules_of_placement_are_in_the_same_order_as_in_the_simulator() -> None:
     """More comes than the instances can do for the whole time, so that rules differ by a tenth and more."""
-    flags = ("--requests", "80", "--prefill", "4", "--decode", "4", "--jitter-s", "0", "--speed", "8")
-    flags += ("--decode-prompt-tokens", "0")
+    flags = ["--requests", "80", "--prefill", "4", "--decode", "4", "--jitter-s", "0", "--speed", "8"]
+    flags += ["--decode-prompt-tokens", "0"]
     means: dict[str, list[float]] = {"services": [], "simulator": []}
     for rule in RULES:
         outcomes = [Outcome(**each) for each in run("trace", *flags, "--policy", rule)[0]["outcomes"]]

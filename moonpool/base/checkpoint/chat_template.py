@@ -127,6 +127,8 @@ class ChatTemplate:
         try:
             self._template: Template = environment.from_string(source)
             self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            self._takes_parts = False
+            self._takes_parts = self._shows_parts_alone()
         except Exception as error:  # besides jinja2's own: nested too deeply, too many blocks for Python's compiler
             raise CheckpointError(f"chat template: {_said(error)}") from None
 
@@ -139,6 +141,8 @@ class ChatTemplate:
             InvalidRequest: the template refuses the messages.
         """
         begin_rendering()
+        if self._takes_parts:
+            messages = [_in_parts(message) for message in messages]
         variables = {
             **self._special,
             **options.template_kwargs,
@@ -150,6 +154,23 @@ class ChatTemplate:
             return bounded_text(self._template.generate(**variables))
         except Exception as error:  # a template may do anything wrong that Python has an error for
             raise InvalidRequest("messages", f"the chat template refuses them: {_said(error)}") from None
+
+    def _shows_parts_alone(self) -> bool:
+        """Whether texts are shown only as parts of messages, as templates of models with pictures have it."""
+        shown = []
+        for content in (_PROBED_VALUE, [{"type": "text", "text": _PROBED_VALUE}]):
+            try:
+                text = self.render([{"role": "user", "content": content}], (), ChatOptions())
+            except InvalidRequest:
+                text = ""
+            shown.append(_PROBED_VALUE in text)
+        return shown == [False, True]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its text as a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _said(error: Exception) -> str:

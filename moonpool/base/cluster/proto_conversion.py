@@ -153,7 +153,15 @@ def session_hint_from_proto(message: conductor_pb2.SessionOrder) -> SessionHint:
 def media_to_proto(media: Iterable[MediaItem], *, content: bool = True) -> list[kv_pb2.MediaItem]:
     """A prompt's pictures as the contract has them, with their files unless `content` is False."""
     return [
-        kv_pb2.MediaItem(begin=item.begin, end=item.end, digest=item.digest, content=item.content if content else b"")
+        kv_pb2.MediaItem(
+            begin=item.begin,
+            end=item.end,
+            digest=item.digest,
+            content=item.content if content else b"",
+            width=item.width,
+            height=item.height,
+            detail=item.detail,
+        )
         for item in media
     ]
 
@@ -162,6 +170,9 @@ def media_from_proto(
     messages: Iterable[kv_pb2.MediaItem], field_name: str, prompt_tokens: int
 ) -> tuple[MediaItem, ...]:
     """A prompt's pictures; raises as `check_media`."""
-    media = tuple(MediaItem(item.begin, item.end, item.digest, item.content) for item in messages)
+    media = tuple(
+        MediaItem(item.begin, item.end, item.digest, item.content, item.width, item.height, item.detail)
+        for item in messages
+    )
     check_media(field_name, media, prompt_tokens)
     return media

@@ -27,12 +27,18 @@ class MediaItem:
         end: position behind its last token. All its tokens are the model's marks, whatever the picture shows.
         digest: 32-byte hash of all that decides its embeddings (`media_digest`).
         content: the picture's file; b"" where nobody computes it.
+        width: pixels, once turned as the file says.
+        height: pixels.
+        detail: how closely the model looks, in OpenAI's words; "" = auto.
     """
 
     begin: int
     end: int
     digest: bytes
     content: bytes = field(default=b"", compare=False, repr=False)
+    width: int = field(default=0, compare=False)
+    height: int = field(default=0, compare=False)
+    detail: str = field(default="", compare=False)
 
 
 def media_digest(content: bytes, settings: Iterable[object]) -> bytes:

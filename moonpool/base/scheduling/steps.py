@@ -90,6 +90,11 @@ class SequenceStep:
     """The sequence's LoRA adapter's id; b"" = the base model. Every stage has the adapter."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
     """The whole sequence; stays in the I/O process."""
+    media: tuple[MediaItem, ...] = ()
+    """Pictures of which the step computes tokens, with their files."""
+    rope_shift: int = 0
+    """What RoPE's position of the first token is behind its own; where the token lies in a picture, of the picture's
+    first token."""
 
 
 @frozen

@@ -161,6 +161,8 @@ class LiveSequence:
             may_skip=may_skip,
             lora=self.request.incoming.lora,
             history=self.history,
+            media=self.request.incoming.media_in(start, start + count),
+            rope_shift=self.request.incoming.rope_shift(start),
         )
 
     def draft_steps(self, guess: Sequence[int], block_size: int) -> list[SequenceStep]:

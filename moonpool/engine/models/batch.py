@@ -59,6 +59,11 @@ class PackedBatch:
     within: int = 0  # further steps in which no sequence begins a block
     slot_of: NDArray[np.int64] | None = None  # each block's window slot; None: the pool has no such slots
     loras: BatchLoras | None = None  # the rows' LoRA adapters; None: no row has one
+    # M-RoPE behind pictures: what rows are turned by, [T], or [3, T] by time, row and column; None: `positions`. And
+    # how far this is behind `positions` for each sequence's tokens to come, [S]. Both int64.
+    rope_positions: Tensor | None = None
+    rope_shifts: Tensor | None = None
+    added: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # by layer: rows, and what is added behind it
     # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -138,6 +143,9 @@ class PackedBatch:
                 arrays["slot_ids"][:] = self.slot_of[arrays["block_ids"]]
             self.within = size - 1 - int(arrays["offsets"].max())
         self.angles.clear()
+        self.added = []
+        if self.rope_shifts is not None:
+            self.rope_positions = self.positions + self.rope_shifts
         self.spans = None
         for plan in self.plans.values():
             plan.go_on(tables if plan.window is None else arrays["slot_tables"])
@@ -163,6 +171,8 @@ class PackedBatch:
             slots = self.slot_tables.to(device), self.slot_ids.to(device)
         batch = PackedBatch(**moved, block_size=self.block_size, slot_tables=slots[0], slot_ids=slots[1])
         batch.loras = None if self.loras is None else self.loras.to(self.query_start, device)
+        if self.rope_positions is not None and self.rope_shifts is not None:
+            batch.rope_positions, batch.rope_shifts = self.rope_positions.to(device), self.rope_shifts.to(device)
         return batch
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
@@ -172,6 +182,8 @@ class PackedBatch:
         parts = list(zip(ids, self.context_lens.tolist(), tables, strict=True))
         batch = PackedBatch.build(parts, self.block_size, slot_of=self.slot_of)
         batch.loras = None if self.loras is None else self.loras.of_steps()
+        if self.rope_shifts is not None:
+            batch.rope_shifts, batch.rope_positions = self.rope_shifts, batch.positions + self.rope_shifts
         return batch
 
 

@@ -32,6 +32,7 @@ from moonpool.engine.kernels.native import library
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
+from moonpool.engine.models.pictures import load_encoder
 from moonpool.engine.models.pooling_head import load_pooling_head, names_in_front
 from moonpool.engine.models.recurrent import RecurrentWeights
 from moonpool.engine.models.shards import head_of_rank, slots_of_rank
@@ -88,6 +89,8 @@ def load_stage(
     ranks: Ranks | None = None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
+
+    The first stage also has the encoder of pictures, if the model has one.
 
     Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `on_layer` is
     called after each layer, with the numbers of loaded layers and all layers. `ranks`: this process's part of each
@@ -174,9 +177,16 @@ def load_stage(
             ranks=ranks,
             whole=declared,
         )
-        if last:
-            stage.pooling_head = load_pooling_head(Path(path), config, dtype, torch.device(device))
+        _add_parts_outside(stage, Path(path), dtype, torch.device(device))
         return stage
+
+
+def _add_parts_outside(stage: StageModel, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Load what stands before the first stage's embedding, and behind the last stage's norm."""
+    if stage.is_first:
+        stage.pictures = load_encoder(path, dtype, device)
+    if stage.is_last:
+        stage.pooling_head = load_pooling_head(path, stage.config, dtype, device)
 
 
 def _int8_head(panels: ArrangedWeight, kept: KeptWeights, name: str, arena: WeightArena) -> Int8Head | None:

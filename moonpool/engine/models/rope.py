@@ -39,6 +39,18 @@ class RopeTable:
         cos, sin = self._kept.index_select(1, positions)
         return cos, sin
 
+    def angles_of(self, positions: Tensor, components: Tensor) -> tuple[Tensor, Tensor]:
+        """As `angles`, of tokens with several positions [C, T]: each pair of elements turns by one of them.
+
+        `components` [width / 2] int64: by which.
+        """
+        each = [self.angles(row.contiguous()) for row in positions]
+        chosen = torch.cat((components, components)).to(positions.device)[None, None]
+        cos, sin = (
+            torch.stack(parts).gather(0, chosen.expand(1, *parts[0].shape))[0] for parts in zip(*each, strict=True)
+        )
+        return cos, sin
+
     def ahead(self, positions: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return cos and signed sin, each [N, width], for `positions` [T] (on a CPU) and the positions after them.
 

@@ -32,6 +32,7 @@ from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_loop import NativeLoop, RunInputs, make_native_run
 from moonpool.engine.models.native_step import NativeLayers, Progress, StepInputs, StepSignals, native_layers
+from moonpool.engine.models.pictures import PictureEncoder
 from moonpool.engine.models.pooling_head import LENGTH_ONE
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
@@ -68,6 +69,8 @@ class StageModel:
 
     by_layers = True
     pooling_head = LENGTH_ONE
+    pictures: PictureEncoder | None = None
+    """Of the first stage; None: prompts have no pictures."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class StageModel:
             self.head,
             self.int8_head,
         ]
-        parts += [self.positions, self._per_layer, *self.layers, *self._tail]
+        parts += [self.positions, self._per_layer, self.pictures, *self.layers, *self._tail]
         return sum(part.nbytes for part in parts if part is not None)
 
     def progress(self, loras: BatchLoras | None = None) -> Progress | None:
@@ -208,7 +211,8 @@ class StageModel:
             run = self._runs.get(first)
             run = run if run is not None and run.takes(batch.loras) else None
             # Layers of several shapes may lie anywhere: each is a call.
-            end = min(last, run.end) if run is not None and isinstance(kv, Tensor) else first + 1
+            one_by_one = run is None or not isinstance(kv, Tensor) or first < len(batch.added)
+            end = first + 1 if run is None or one_by_one else min(last, run.end)
             if run is not None:
                 rows = last_rows if end == last else None
                 inputs = self._native_inputs(run, first, hidden.contiguous(), batch, kv, scales)
@@ -222,6 +226,9 @@ class StageModel:
                 row = first - self.layer_begin
                 layer_scales = None if scales is None else scales[row]
                 hidden = self._layer(first, self.layers[row], hidden, batch, kv[row], layer_scales)
+            if first < len(batch.added):
+                rows_at, values = batch.added[first]
+                hidden.index_add_(0, rows_at, values)
             first = end
         for index, weights in enumerate(self._tail if last == self.config.num_layers else (), last):
             read = weights.spec.attention.kv_of
@@ -342,7 +349,8 @@ class StageModel:
         assert self.final_norm.weight is not None
         assert self.embedding is not None
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
-        cos, sin, turns = self._ropes[whole.rope].ahead(batch.positions, steps)
+        turned = batch.positions if batch.rope_positions is None else batch.rope_positions
+        cos, sin, turns = self._ropes[whole.rope].ahead(turned, steps)
         angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
         inputs = self._native_inputs(whole, self.layer_begin, hidden, batch, kv, scales)
         inputs = replace(inputs, angles=(angles[0], angles[1]), signals=signals)
@@ -525,7 +533,12 @@ class StageModel:
         """Return RoPE's cos and sin of the batch's positions, computed once per batch and table."""
         key = (self.dtype, self.device, rope)
         if key not in batch.angles:
-            batch.angles[key] = self._ropes[rope].angles(batch.positions)
+            positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+            if positions.dim() == 1:
+                batch.angles[key] = self._ropes[rope].angles(positions)
+            else:
+                assert self.pictures is not None
+                batch.angles[key] = self._ropes[rope].angles_of(positions, self.pictures.components)
         return batch.angles[key]
 
     def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:

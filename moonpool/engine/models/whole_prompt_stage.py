@@ -17,6 +17,7 @@ from torch import Tensor
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.checkpoint.pooling import WHOLE_PROMPT_TOKENS
 from moonpool.base.errors import CheckpointError, UnsupportedModel
+from moonpool.base.families.fields import read_json
 from moonpool.base.families.other import ROBERTA_KIND, WHOLE_PROMPT_BASE, WHOLE_PROMPT_DIGITS
 from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
@@ -28,11 +29,16 @@ from moonpool.engine.models.stage import StageModel
 
 
 class WholePromptStage(StageModel):
-    """A whole model as one stage; see `StageModel` for the methods."""
+    """A whole model as one stage; see `StageModel` for the methods.
+
+    `has_types`: the model was trained with the second text of a pair in token types of its own, as BERT's.
+    """
 
     by_layers = False
 
-    def __init__(self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device, *, has_types: bool
+    ) -> None:
         self.config = config
         self.layer_begin, self.layer_end = 0, config.num_layers
         self.layers = []  # transformers has them
@@ -44,8 +50,7 @@ class WholePromptStage(StageModel):
         self.not_native = [config.decoder.not_plain] * config.num_layers
         self.changed_weights, self.mapped_bytes = "", 0
         self._model = model
-        kinds = int(getattr(model.config, "type_vocab_size", None) or 0)
-        self._has_types = kinds > 1 and model.config.model_type not in ROBERTA_KIND
+        self._has_types = has_types
         self._kv: Tensor | None = None
 
     @property
@@ -202,4 +207,19 @@ def load_whole_prompt_stage(
     if missing:
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing")
     model.train(False)
-    return WholePromptStage(config, model, dtype, device)
+    return WholePromptStage(config, model, dtype, device, has_types=_has_types(path, model.config))
+
+
+def _has_types(path: Path, config: Any) -> bool:
+    """Whether a model takes token types: transformers' config can have them, and the tokenizer gives them.
+
+    A tokenizer names what it gives in `model_input_names`. Without, those of a class for any model give no types.
+    """
+    if int(getattr(config, "type_vocab_size", None) or 0) < 2 or config.model_type in ROBERTA_KIND:
+        return False
+    file = path / "tokenizer_config.json"
+    told = read_json(file) if file.exists() else {}
+    names = told.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return bool(told.get("tokenizer_class") != "TokenizersBackend")

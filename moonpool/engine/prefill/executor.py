@@ -363,6 +363,8 @@ class PrefillExecutor:
             full_hit=chunk.full_hit,
             lora=incoming.lora,
             history=self._requests[chunk.id].history,
+            media=incoming.media_in(chunk.start, chunk.end),
+            rope_shift=incoming.rope_shift(chunk.start),
         )
 
     def _layer_done(self, done: LayerDone) -> None:

@@ -21,7 +21,7 @@ from moonpool.base import world
 from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 
 SETTING = "batch_dir"
-_VERSION = 1
+_VERSION = 2
 _TABLES = (
     """
     CREATE TABLE files (
@@ -41,8 +41,15 @@ _TABLES = (
     ) WITHOUT ROWID
     """,
     "CREATE INDEX lines_to_do ON lines (batch, place) WHERE answer IS NULL",
+)
+_ENDS = (
+    "ALTER TABLE files ADD COLUMN expires_at INTEGER",
+    "CREATE INDEX files_by_end ON files (expires_at) WHERE expires_at IS NOT NULL",
     f"PRAGMA user_version = {_VERSION}",
 )
+"""What version 2 has beside version 1."""
+_COLUMNS = "id, filename, purpose, bytes, created_at, expires_at"
+"""Of a `StoredFile`, in order."""
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 UNDER_WAY: Sequence[Status] = ("validating", "in_progress", "finalizing", "cancelling")
 T = TypeVar("T")
@@ -56,6 +63,7 @@ class StoredFile:
         id: the id that clients know.
         purpose: "batch", "batch_output" or what the client said.
         created_at: seconds since 1970.
+        expires_at: the file is deleted then, unless a batch under way reads the file; None = never.
     """
 
     id: str
@@ -63,6 +71,7 @@ class StoredFile:
     purpose: str
     num_bytes: int
     created_at: int
+    expires_at: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The file in OpenAI's form."""
@@ -74,7 +83,7 @@ class StoredFile:
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
-            "expires_at": None,
+            "expires_at": self.expires_at,
         }
 
 
@@ -154,6 +163,7 @@ class BatchStore:
         """Bytes that a tenant's files may still take."""
 
         def ask() -> int:
+            self._drop_expired()
             (held,) = self._db.execute("SELECT TOTAL(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
             return max(0, self.max_bytes - int(held))
 
@@ -173,8 +183,8 @@ class BatchStore:
             with self.path(file.id).open("rb") as opened:
                 os.fsync(opened.fileno())
             self._db.execute(
-                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)",
-                (tenant, file.id, file.filename, file.purpose, file.num_bytes, file.created_at),
+                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (tenant, file.id, file.filename, file.purpose, file.num_bytes, file.created_at, file.expires_at),
             )
 
         await self._run(add)
@@ -185,25 +195,31 @@ class BatchStore:
         Raises:
             NotFound: there is none of this id.
         """
-        row = await self._run(
-            lambda: self._db.execute(
-                "SELECT id, filename, purpose, bytes, created_at FROM files WHERE tenant = ? AND id = ?",
+
+        def ask() -> Any:
+            self._drop_expired()
+            return self._db.execute(
+                f"SELECT {_COLUMNS} FROM files WHERE tenant = ? AND id = ?",  # noqa: S608
                 (tenant, file_id),
             ).fetchone()
-        )
+
+        row = await self._run(ask)
         if row is None:
             raise NotFound(f"no file {file_id!r}")
         return StoredFile(*row)
 
     async def files(self, tenant: str, purpose: str | None) -> list[StoredFile]:
         """A tenant's files, the newest first; with this purpose, or all."""
-        rows = await self._run(
-            lambda: self._db.execute(
-                "SELECT id, filename, purpose, bytes, created_at FROM files WHERE tenant = ? AND ? IN (purpose, '') "
+
+        def ask() -> Any:
+            self._drop_expired()
+            return self._db.execute(
+                f"SELECT {_COLUMNS} FROM files WHERE tenant = ? AND ? IN (purpose, '') "  # noqa: S608
                 "ORDER BY created_at DESC, id",
                 (tenant, purpose or ""),
             ).fetchall()
-        )
+
+        rows = await self._run(ask)
         return [StoredFile(*row) for row in rows]
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
@@ -215,15 +231,27 @@ class BatchStore:
         """
 
         def delete() -> None:
-            for batch in self._of_status(UNDER_WAY):
-                if batch.tenant == tenant and batch.body["input_file_id"] == file_id:
-                    raise InvalidRequest("file_id", f"batch {batch.id} reads this file; cancel the batch first")
+            if (batch := self._readers().get(file_id)) is not None and batch.tenant == tenant:
+                raise InvalidRequest("file_id", f"batch {batch.id} reads this file; cancel the batch first")
             found = self._db.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)).rowcount
             if not found:
                 raise NotFound(f"no file {file_id!r}")
             self.path(file_id).unlink(missing_ok=True)
 
         await self._run(delete)
+
+    def _readers(self) -> dict[str, StoredBatch]:
+        """Batches under way by their input file."""
+        return {batch.body["input_file_id"]: batch for batch in self._of_status(UNDER_WAY)}
+
+    def _drop_expired(self) -> None:
+        """Delete the files of all tenants whose time is over, but for those that a batch under way reads."""
+        rows = self._db.execute("SELECT tenant, id FROM files WHERE expires_at <= ?", (self.now(),)).fetchall()
+        readers = self._readers() if rows else {}
+        for tenant, file_id in rows:
+            if file_id not in readers:
+                self._db.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id))
+                self.path(file_id).unlink(missing_ok=True)
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -380,7 +408,10 @@ class BatchStore:
         if not num_bytes:
             await self._run(self.path(file_id).unlink)
             return None
-        file = StoredFile(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", num_bytes, self.now())
+        now, kept_s = self.now(), batch.body.get("output_expires_after")
+        file = StoredFile(
+            file_id, f"{batch.id}_{kind}.jsonl", "batch_output", num_bytes, now, kept_s and now + kept_s
+        )  # fmt: skip
         await self.add_file(batch.tenant, file)
         return file
 
@@ -412,11 +443,11 @@ def _opened(file: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
+        if not 0 <= version <= _VERSION:
             raise sqlite3.DatabaseError(f"has version {version}, not {_VERSION}")
         with database:
             database.execute("BEGIN IMMEDIATE")
-            for statement in _TABLES if not version else ():
+            for statement in (*(_TABLES if not version else ()), *(_ENDS if version < _VERSION else ())):
                 database.execute(statement)
     except BaseException:
         database.close()

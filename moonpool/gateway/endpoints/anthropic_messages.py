@@ -16,7 +16,7 @@ from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.checkpoint.past_calls import call_arguments
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams
-from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
+from moonpool.client import GenerateResult, Message, MessagePart, TokenEvent, ToolCall, Usage
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, WholePart
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
@@ -32,7 +32,15 @@ from moonpool.gateway.serving.known_fields import (
     ANTHROPIC_REFUSED,
     BLOCK_IGNORED,
 )
-from moonpool.gateway.serving.messages import TEXT_PARTS, ContentPart, joined_text, part_text, sdk_tool_call
+from moonpool.gateway.serving.messages import (
+    TEXT_PARTS,
+    ContentPart,
+    check_picture_role,
+    joined_text,
+    message_part,
+    sdk_tool_call,
+    with_content,
+)
 from moonpool.gateway.serving.offered_tools import strict_parameters
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.structured_outputs import OutputFormatBody
@@ -66,6 +74,7 @@ class CacheablePart(ContentPart):
     """A part that may end with a breakpoint, or the name of a tool that a client's search found."""
 
     kinds = (*ContentPart.kinds, _TOOL_REFERENCE)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"transformations": ([],)}
 
     cache_control: CacheControl | None = None
     tool_name: str | None = None
@@ -124,6 +133,7 @@ class MessagesContentBlock(CacheablePart):
         "compaction",
         "tool_addition",
         "tool_removal",
+        "image",
     )
 
     id: str | None = None
@@ -190,7 +200,7 @@ class MessagesMessage(Body):
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        texts: list[str] = []
+        texts: list[MessagePart] = []
         calls: list[ToolCall] = []
         thinking: list[str] = []
         for index, block in self.blocks():
@@ -204,10 +214,15 @@ class MessagesMessage(Body):
                 case _, "tool_addition" | "tool_removal":
                     pass  # `MessagesPrompt.tool_set`
                 case "assistant", "compaction":
-                    texts.append(block.content if isinstance(block.content, str) else "")
+                    texts.append({"text": block.content if isinstance(block.content, str) else ""})
                 case _:
-                    texts.append(part_text(block, f"{field}.content.{index}"))
-        message: Message = {"role": self.role, "content": "\n".join(texts)}
+                    texts.append(message_part(block, f"{field}.content.{index}"))
+        message: Message = {"role": self.role, "content": ""}
+        if any("picture" in part for part in texts):
+            check_picture_role(self.role, f"{field}.content")
+            message["parts"] = texts
+        else:
+            message["content"] = "\n".join(part["text"] for part in texts)
         if calls:
             message["tool_calls"] = calls
         if any(thinking):
@@ -353,8 +368,8 @@ class CountTokensBody(MessagesPrompt):
 def _tool_result(block: MessagesContentBlock, field: str) -> Message:
     if not block.tool_use_id:
         raise InvalidRequest(f"{field}.tool_use_id", "is missing")
-    content = joined_text(block.content or "", f"{field}.content", (*TEXT_PARTS, _TOOL_REFERENCE))
-    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+    message: Message = {"role": "tool", "content": "", "tool_call_id": block.tool_use_id}
+    return with_content(message, block.content or "", f"{field}.content", (*TEXT_PARTS, _TOOL_REFERENCE))
 
 
 def _tool_use(block: MessagesContentBlock, field: str) -> Any:
@@ -398,8 +413,8 @@ async def _cache_breakpoints(
 ) -> CacheBreakpoints:
     marks = body.cache_marks()
     ends = [index for index, (_, mark) in enumerate(marks) if mark is not None]
-    if not ends:
-        return CacheBreakpoints()
+    if not ends or any("parts" in message for message in body.to_messages()):
+        return CacheBreakpoints()  # tokens of pictures are not known here
     hours = [index for index in ends if (mark := marks[index][1]) is not None and mark.ttl == "1h"]
     wanted, texts = [ends[-1], *hours[-1:]], [text for text, _ in marks]
     if min(wanted) == len(marks) - 1:

@@ -13,7 +13,7 @@ from moonpool.base import world
 from moonpool.base.errors import InvalidRequest
 from moonpool.gateway.batches.lines import ENDPOINTS
 from moonpool.gateway.batches.store import UNDER_WAY, StoredBatch
-from moonpool.gateway.endpoints.files import batch_runner
+from moonpool.gateway.endpoints.files import LEAST_KEPT_S, MOST_KEPT_S, batch_runner
 from moonpool.gateway.responses.context import ResponsesContext
 from moonpool.gateway.serving.body import Body
 from moonpool.gateway.serving.errors import HttpError
@@ -24,6 +24,17 @@ WINDOW_S = 86_400
 """Seconds of "24h", the one completion window."""
 
 
+_HIDDEN = ("expired", "output_expires_after")
+"""What is kept with a batch, and is not OpenAI's."""
+
+
+class OutputExpiry(Body):
+    """How long a batch's output files are kept, from when they are written."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=LEAST_KEPT_S, le=MOST_KEPT_S)
+
+
 class BatchBody(Body):
     """Body of `POST /v1/batches`."""
 
@@ -31,6 +42,7 @@ class BatchBody(Body):
     endpoint: Literal[ENDPOINTS]  # type: ignore[valid-type]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = Field(None, max_length=16)
+    output_expires_after: OutputExpiry | None = None
 
 
 async def create_batch(gateway: ResponsesContext, request: Request) -> Response:
@@ -50,6 +62,7 @@ async def create_batch(gateway: ResponsesContext, request: Request) -> Response:
         "expires_at": now + WINDOW_S, "finalizing_at": None, "completed_at": None, "failed_at": None,
         "expired_at": None, "cancelling_at": None, "cancelled_at": None,
         "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": body.metadata,
+        "output_expires_after": body.output_expires_after.seconds if body.output_expires_after else None,
     })  # fmt: skip
     await store.add_batch(batch)
     runner.start(batch)
@@ -96,4 +109,4 @@ async def _found(gateway: ResponsesContext, request: Request) -> StoredBatch:
 
 def _shown(batch: StoredBatch) -> dict[str, Any]:
     """A batch in OpenAI's form."""
-    return {name: value for name, value in batch.body.items() if name != "expired"}
+    return {name: value for name, value in batch.body.items() if name not in _HIDDEN}

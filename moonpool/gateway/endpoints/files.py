@@ -21,6 +21,8 @@ from moonpool.gateway.serving.json_response import json_response
 
 UPLOAD_S = 600.0
 """Seconds in which a file must arrive."""
+LEAST_KEPT_S, MOST_KEPT_S = 3600, 2_592_000
+"""Seconds for which a file may be kept: an hour to thirty days, as at OpenAI."""
 FIELD_BYTES = 1024
 """Bytes of a form's field at most; the file has a bound of its own."""
 _COPIED_BYTES = 1 << 20
@@ -38,7 +40,7 @@ def batch_runner(gateway: ResponsesContext) -> BatchRunner:
 
 
 async def upload_file(gateway: ResponsesContext, request: Request) -> Response:
-    """`POST /v1/files`, a form with `purpose` and `file`.
+    """`POST /v1/files`, a form with `purpose` and `file`, and maybe `expires_after`.
 
     Raises:
         HttpError: the files of the tenant take as much as `batch_bytes` allows, or the file takes too long to come.
@@ -65,13 +67,27 @@ async def upload_file(gateway: ResponsesContext, request: Request) -> Response:
             raise InvalidRequest("purpose", "must be given, for example batch")
         if sent is None or isinstance(sent, str):
             raise InvalidRequest("file", "must be given as a file")
+        kept_s = _kept_s(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
         file_id = store.new_file_id()
         num_bytes = await asyncio.to_thread(_keep, sent.file, store, file_id)
     finally:
         await form.close()
-    file = StoredFile(file_id, sent.filename or file_id, purpose, num_bytes, store.now())
+    now = store.now()
+    file = StoredFile(file_id, sent.filename or file_id, purpose, num_bytes, now, kept_s and now + kept_s)
     await store.add_file(tenant, file)
     return json_response(file.to_json())
+
+
+def _kept_s(anchor: object, seconds: object) -> int | None:
+    """How long a file is kept, as the form says; None = always."""
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest("expires_after.anchor", "must be created_at")
+    kept_s = int(seconds) if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() else 0
+    if not LEAST_KEPT_S <= kept_s <= MOST_KEPT_S:
+        raise InvalidRequest("expires_after.seconds", f"must be a number from {LEAST_KEPT_S} to {MOST_KEPT_S}")
+    return kept_s
 
 
 async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:

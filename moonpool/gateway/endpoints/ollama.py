@@ -16,7 +16,7 @@ from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.version import installed_version
-from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent
+from moonpool.client import ClusterState, GenerateResult, Message, MessagePart, TokenEvent
 from moonpool.gateway.endpoints.embeddings import EmbeddingBody, EmbeddingFormatter
 from moonpool.gateway.endpoints.models import served_model_names
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
@@ -30,8 +30,9 @@ from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.json_response import json_response, to_json_bytes
 from moonpool.gateway.serving.merged_stream import results_of
-from moonpool.gateway.serving.messages import sdk_tool_call
+from moonpool.gateway.serving.messages import check_picture_role, sdk_tool_call
 from moonpool.gateway.serving.offered_tools import ToolBody, chosen_tools
+from moonpool.gateway.serving.pictures import sent_base64
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.tolerance import ToolOrPassedOver, known
 from moonpool.gateway.serving.tool_set import ToolSet
@@ -119,7 +120,6 @@ class OllamaToolCall(Body):
 class OllamaMessage(Body):
     """A message of a conversation."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([],)}
     unknown_ignored = True
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -127,6 +127,21 @@ class OllamaMessage(Body):
     thinking: str | None = None
     tool_calls: FailFastList[OllamaToolCall] | None = None
     tool_name: str | None = None
+    images: FailFastList[str] | None = None
+
+    def to_message(self, field: str) -> Message:
+        """The message without calls, pictures first.
+
+        Raises:
+            InvalidRequest: a picture is no base64, or of a role that has none; names the field.
+        """
+        if not self.images:
+            return {"role": self.role, "content": self.content}
+        check_picture_role(self.role, f"{field}.images")
+        parts: list[MessagePart] = [
+            {"picture": sent_base64(f"{field}.images.{index}", data)} for index, data in enumerate(self.images)
+        ]
+        return {"role": self.role, "content": "", "parts": [*parts, {"text": self.content}]}
 
 
 class OllamaChatBody(OllamaBody):
@@ -139,8 +154,8 @@ class OllamaChatBody(OllamaBody):
         """The messages for the SDK. Calls have no ids in Ollama's form: a tool's message answers the next open call."""
         messages: list[Message] = []
         open_calls: list[str] = []
-        for given in self.messages:
-            message: Message = {"role": given.role, "content": given.content}
+        for index, given in enumerate(self.messages):
+            message = given.to_message(f"messages.{index}")
             if given.role == "assistant":
                 if given.thinking:
                     message["reasoning_content"] = given.thinking

@@ -135,7 +135,7 @@ async def _prompts(
         job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=special))
     # An answer's form matters to no prompt, and its grammar would be compiled.
     shared = job.arguments | {"sampling": SamplingParams(max_tokens=1), "session": None, "slo": None}
-    return [shared | prompt for prompt in job.prompts]
+    return [shared | prompt for prompt in await gateway.pictures.read_prompts(caller.tenant, job.prompts)]
 
 
 @contextmanager

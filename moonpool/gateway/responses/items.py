@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.client import Message
@@ -11,7 +11,8 @@ from moonpool.gateway.responses.response_object import output_text
 from moonpool.gateway.responses.store import Item
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.known_fields import ITEM_IGNORED
-from moonpool.gateway.serving.messages import ContentPart, joined_text, sdk_tool_call
+from moonpool.gateway.serving.messages import ContentPart, joined_text, sdk_tool_call, with_content
+from moonpool.gateway.serving.pictures import PICTURE_PARTS
 from moonpool.gateway.serving.tolerance import check_content
 
 _ID_PREFIXES = {
@@ -28,7 +29,8 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 class ResponsesContentPart(ContentPart):
     """A part of an item. A part of an earlier answer has further fields, which are ignored."""
 
-    kinds = _TEXT_PARTS
+    kinds = (*_TEXT_PARTS, *PICTURE_PARTS)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": ()}
 
     annotations: FailFastList[Any] | None = None
     logprobs: FailFastList[Any] | None = None
@@ -74,14 +76,14 @@ class ResponsesItem(Body):
             if role == "assistant" and messages and messages[-1] == _thought(messages[-1]):
                 messages[-1]["content"] = self._text("content", field)
             else:
-                messages.append({"role": role, "content": self._text("content", field)})
+                messages.append(self._with_content({"role": role, "content": ""}, "content", field))
         elif self.type == "reasoning":
             text = joined_text(self.content or "", f"{field}.content", ("reasoning_text",))
             if text:
                 messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif self.type in ("function_call_output", "custom_tool_call_output"):
-            result: Message = {"role": "tool", "content": self._text("output", field)}
-            messages.append({**result, "tool_call_id": self._required("call_id", field)})
+            call: Message = {"role": "tool", "content": "", "tool_call_id": self._required("call_id", field)}
+            messages.append(self._with_content(call, "output", field))
         elif self.type == "item_reference":
             raise InvalidRequest(f"{field}.type", "is allowed only in the input of a response")
         else:
@@ -111,6 +113,11 @@ class ResponsesItem(Body):
         content: str | list[ResponsesContentPart] | None = getattr(self, name)
         check_content(content, "tool" if name == "output" else self.role or "", f"{field}.{name}")
         return joined_text(content or "", f"{field}.{name}", _TEXT_PARTS)
+
+    def _with_content(self, message: Message, name: str, field: str) -> Message:
+        content: str | list[ResponsesContentPart] | None = getattr(self, name)
+        check_content(content, message["role"], f"{field}.{name}")
+        return with_content(message, content or "", f"{field}.{name}", _TEXT_PARTS)
 
 
 def _thought(message: Message) -> Message:

@@ -110,6 +110,8 @@ class ResponsesTurn:
         if not before or not kept:
             return
         messages, tools = self.messages(), self.body.tool_set()
+        if any("parts" in message for message in messages):
+            return  # contexts take no pictures
         for item in response["output"]:
             ResponsesItem.model_validate(item).add_to(messages, "output")
         name = self.body.conversation_id or response["id"]

@@ -17,6 +17,7 @@ from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import AnswerTurns, GenerationResponse
 from moonpool.gateway.serving.metrics import GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
+from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
@@ -38,6 +39,7 @@ class GatewayContext:
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
         rendering: a thread that renders answers for the page, by turns of tenants.
+        pictures: looks at the pictures of requests.
         next_turns: computes what next turns begin with.
         turns: turns of tenants for prompts of lists, and for what is costly to write.
         started_at: when the gateway started, in seconds since 1970.
@@ -56,6 +58,7 @@ class GatewayContext:
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
     rendering: TenantTurns
+    pictures: PictureReader
     next_turns: NextTurns
     started_at: int
     turns: AnswerTurns
@@ -85,4 +88,4 @@ class GatewayContext:
     def generate(self, job: GenerationJob, formatter: ResponseFormatter) -> GenerationResponse:
         """A response that runs `job` and writes the answer with `formatter`."""
         job.charge_request()
-        return GenerationResponse(self.client, self.metrics, self.turns, job, formatter)
+        return GenerationResponse(self.client, self.metrics, self.turns, self.pictures, job, formatter)

@@ -34,6 +34,7 @@ from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes, to_json_in_pieces
 from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
+from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.served_request import served_request
 
@@ -67,12 +68,14 @@ class GenerationResponse:
         client: AsyncClient,
         metrics: GatewayMetrics,
         turns: AnswerTurns,
+        pictures: PictureReader,
         job: GenerationJob,
         formatter: ResponseFormatter,
     ) -> None:
         self._client = client
         self._metrics = metrics
         self._turns = turns
+        self._pictures = pictures
         self._job = job
         self._formatter = formatter
         self._notes: dict[str, object] = {}  # for the log
@@ -109,6 +112,7 @@ class GenerationResponse:
             self._span = span
             traceparent.set(span.traceparent or job.traceparent)  # in the context of this task only
             try:
+                self._job.prompts = await self._pictures.read_prompts(self._tenant, self._job.prompts)
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
                 request_metrics.failed()

@@ -76,8 +76,8 @@ def _parser() -> MarkdownIt:
     parser.core.ruler.at("inline", _parse_paragraphs)
     parser.add_render_rule("fence", _fence)
     parser.inline.ruler.before("escape", "formula", _inline_formula)
-    before = {"alt": ["paragraph", "reference", "blockquote", "list"]}  # models leave no line free before a formula
-    parser.block.ruler.before("fence", "formula", _block_formula, before)
+    ended = ["paragraph", "reference", "blockquote", "list"]  # models leave no line free before a formula
+    parser.block.ruler.before("fence", "formula", _block_formula, {"alt": ended})
     parser.add_render_rule("formula", _formula)
     return parser
 

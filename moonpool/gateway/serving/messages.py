@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
-from moonpool.client import Message, ToolCall
+from moonpool.client import Message, MessagePart, ToolCall
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.known_fields import (
     CALL_IGNORED,
@@ -17,6 +17,7 @@ from moonpool.gateway.serving.known_fields import (
     PART_IGNORED,
 )
 from moonpool.gateway.serving.offered_tools import ToolBody, ToolChoice, chosen_tools
+from moonpool.gateway.serving.pictures import PICTURE_PARTS, ImageSource, ImageUrl, sent_picture
 from moonpool.gateway.serving.tolerance import ToolOrPassedOver, check_content, known
 from moonpool.gateway.serving.tool_set import ToolSet
 
@@ -32,12 +33,15 @@ class ContentPart(Body):
     """A part of a message's content."""
 
     ignored: ClassVar[Collection[str]] = PART_IGNORED
-    kinds: ClassVar[Collection[str]] = (*TEXT_PARTS, *DROPPED_PARTS)
+    kinds: ClassVar[Collection[str]] = (*TEXT_PARTS, *DROPPED_PARTS, *PICTURE_PARTS)
     """Values of `type` that are accepted; others are refused when the text of the part is read."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+    source: ImageSource | None = None
+    detail: str | None = None
 
     def prompt_text(self) -> str | None:
         """The text that stands in the prompt; None for none."""
@@ -97,7 +101,10 @@ class ChatMessageBody(Body):
         """
         self._check_fields(field)
         role = "system" if self.role == "developer" else self.role
-        message: Message = {"role": role, "content": self._text(field)}
+        check_content(self.content, self.role, f"{field}.content")
+        dropped = DROPPED_PARTS if self.role == "assistant" else ()
+        content = (self.refusal or "") if self.content is None else self.content
+        message = with_content({"role": role, "content": ""}, content, f"{field}.content", dropped=dropped)
         if self.tool_calls:
             message["tool_calls"] = [call.to_tool_call() for call in self.tool_calls]
         if self.tool_call_id:
@@ -111,13 +118,6 @@ class ChatMessageBody(Body):
             raise InvalidRequest(f"{field}.tool_calls", "only an assistant's message may have tool calls")
         if bool(self.tool_call_id) != (self.role == "tool"):
             raise InvalidRequest(f"{field}.tool_call_id", "must be in each message of a tool, and in no other")
-
-    def _text(self, field: str) -> str:
-        check_content(self.content, self.role, f"{field}.content")
-        if self.content is None:
-            return self.refusal or ""
-        dropped = DROPPED_PARTS if self.role == "assistant" else ()
-        return joined_text(self.content, f"{field}.content", dropped=dropped)
 
 
 def sdk_tool_call(id: str, name: str, arguments: Any) -> ToolCall:  # noqa: A002
@@ -145,6 +145,45 @@ def joined_text(
     return "\n".join(
         part_text(part, f"{field}.{index}", types) for index, part in enumerate(content) if part.type not in dropped
     )
+
+
+def with_content(
+    message: Message,
+    content: str | list[PartT],
+    field: str,
+    types: Collection[str] = TEXT_PARTS,
+    dropped: Collection[str] = (),
+) -> Message:
+    """The message with its text, or with texts and pictures as parts if there is a picture.
+
+    Raises:
+        InvalidRequest: a part is neither, or an assistant's picture; names the part below `field`.
+    """
+    pictures = not isinstance(content, str) and any(part.type in PICTURE_PARTS for part in content)
+    if isinstance(content, str) or not pictures:
+        return {**message, "content": joined_text(content, field, types, dropped)}
+    check_picture_role(message["role"], field)
+    parts = [
+        message_part(part, f"{field}.{index}", types) for index, part in enumerate(content) if part.type not in dropped
+    ]
+    return {**message, "parts": parts}
+
+
+def check_picture_role(role: str, field: str) -> None:
+    """Check that a message may have pictures.
+
+    Raises:
+        InvalidRequest: it may not; names `field`.
+    """
+    if role not in ("user", "tool"):
+        raise InvalidRequest(field, f"pictures are a user's or a tool's, not of the role {role}")
+
+
+def message_part(part: ContentPart, field: str, types: Collection[str] = TEXT_PARTS) -> MessagePart:
+    """A part for the SDK; raises as `part_text` and `sent_picture`."""
+    if part.type in PICTURE_PARTS:
+        return {"picture": sent_picture(field, part.image_url, part.source, part.detail)}
+    return {"text": part_text(part, field, types)}
 
 
 def part_text(part: ContentPart, field: str, types: Collection[str] = TEXT_PARTS) -> str:

@@ -119,6 +119,7 @@ class GatewayTokenizer:
         Raises:
             InvalidRequest: the chat template refuses the messages, or there are more than `max_tokens` tokens.
         """
+        _check_text_only(messages)
 
         def run() -> list[int]:
             num_chars = sum(len(message["content"]) for message in messages)
@@ -271,3 +272,9 @@ class GatewayTokenizer:
 def _check(field: str, is_longer: bool, max_tokens: int) -> None:
     if is_longer:
         raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
+
+
+def _check_text_only(messages: Sequence[Message]) -> None:
+    """Refuse pictures: the conductor alone knows their tokens."""
+    if any("picture" in part for message in messages for part in message.get("parts", ())):
+        raise InvalidRequest("messages", "tokens of prompts with pictures are not told before the answer")

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=OPENAI_URL, api_key="any", max_retries=0, timeout=300)
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+ENDPOINT = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": WEATHER}]
 
 
@@ -142,6 +143,25 @@ def asyncio_client():
 @cell
 def models():
     check(MODEL in [model.id for model in client.models.list()])
+
+
+@cell
+def batches():
+    lines = [{"custom_id": f"{number}", "method": "POST", "url": ENDPOINT, "body": ASK} for number in range(3)]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+    until = time.monotonic() + 300
+    while batch.status not in ("completed", "failed"):
+        check(time.monotonic() < until, batch)
+        time.sleep(0.5)
+        batch = client.batches.retrieve(batch.id)
+    check((batch.status, batch.request_counts.completed) == ("completed", 3), batch)
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    check([answer["custom_id"] for answer in answers] == ["0", "1", "2"], answers)
+    check(all(answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers), answers)
+    check(batch.id in [each.id for each in client.batches.list()])
+    check(all(client.files.delete(each).deleted for each in (file.id, batch.output_file_id)))
 
 
 run()

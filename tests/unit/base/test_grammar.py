@@ -116,3 +116,26 @@ def test_one_slow_moment_of_the_machine_refuses_no_grammar(monkeypatch: pytest.M
             check_grammar(asked)
     check_grammar(asked)
     assert next(clock_ns, None) is None
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        ('start: %json {"const": -9223372036854775808}', "%json.const: -9223372036854775808 is below"),
+        ('start: "%json" /"\\//  %json \n {"a": {"type": "integer", "const": -9.4e18}}', "%json.a.const: -9.4e+18 is"),
+        ('start: /\n"/ %json {"x": [-1e300]} "', "%json.x.0: -1e+300 is below"),
+        ('start: <"> %json {"enum": [1234567890123456789]} # "', "%json.enum.0: 1234567890123456789 has more digits"),
+        ('start: %json {"multipleOf": 9999991}', "%json.multipleOf: 9999991 is too large"),
+        ('start ::= "a"\n// %json {"const": 1}\nb ::= %json {"const": -9.4e18}', ""),
+    ],
+)  # fmt: skip
+def test_numbers_of_schemas_within_a_grammar_are_checked(grammar: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_grammar(SamplingParams(response_format="lark", grammar=grammar))
+    assert refused.value.message.startswith(says)
+
+
+def test_what_only_looks_like_a_schema_within_a_grammar_is_none() -> None:
+    quoted = r"%json {\"const\": -9.4e18}"
+    grammar = f'start: "{quoted}" %json {{"const": 5}} // %json {{"const": -9.4e18}}\n'
+    check_grammar(SamplingParams(response_format="lark", grammar=grammar))

@@ -106,11 +106,23 @@ OVERLAP = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
         ({"enum": [{"b": [-BIG]}]}, f"properties.a.enum.0.b.0: {-BIG} has more digits than"),
         ({"const": BIG}, f"properties.a.const: {BIG} has more digits than"),
         ({"const": 2**63}, f"properties.a.const: {2**63} has more digits than"),
+        ({"const": -(2**63)}, f"properties.a.const: {-(2**63)} has more digits than"),
+        ({"const": 1e19}, "properties.a.const: 1e+19 has more digits than"),
+        ({"type": "integer", "enum": [-9.4e18]}, "properties.a.enum.0: -9.4e+18 has more digits than"),
+        ({"type": "integer", "minimum": -1e30, "maximum": -1e30}, "properties.a.minimum: -1e+30 has more digits than"),
+        ({"allOf": [{"type": "integer"}, {"const": -9.4e18}]}, "properties.a.allOf.1.const: -9.4e+18 has more"),
+        ({"default": [-(2**63)]}, f"properties.a.default.0: {-(2**63)} is below what can be followed"),
         ({"type": "integer", "minimum": -(2**63)}, f"properties.a.minimum: {-(2**63)} has more digits than"),
         ({"type": "integer", "maximum": 2**64 - 1}, f"properties.a.maximum: {2**64 - 1} has more digits than"),
         ({"type": "integer", "exclusiveMaximum": 2**60}, f"properties.a.exclusiveMaximum: {2**60} has more digits"),
         ({"type": "number", "maximum": 2**62}, f"properties.a.maximum: {2**62} has more digits than"),
         ({"multipleOf": BIG}, f"properties.a.multipleOf: {BIG} has more digits than"),
+        ({"type": ["integer", "null"], "multipleOf": 2**31}, f"properties.a.multipleOf: {2**31} is too large"),
+        ({"multipleOf": 0.0000123456789}, "properties.a.multipleOf: 1.23456789e-05 is too large"),
+        (
+            {"allOf": [{"multipleOf": 997}, {"anyOf": [{"multipleOf": 991}]}]},
+            "properties.a.allOf.1.anyOf.0.multipleOf: 991 is too large together with others",
+        ),
         ({"type": "text"}, "properties.a: type must be one of string"),
         ({"enum": []}, "properties.a: no answer can satisfy this schema"),
         ({"type": "object", "minProperties": 2, "properties": {"b": FLAG}}, "properties.a: minProperties and"),
@@ -145,6 +157,51 @@ def test_large_integers_are_followed_digit_by_digit(schema: dict[str, Any], fits
         raw = list(str(answer).encode())
         followed = matcher.try_consume_tokens(raw) == len(raw) and matcher.is_accepting()
         assert followed == (answer in fits), answer
+
+
+def test_multiples_that_are_cheap_are_followed() -> None:
+    check({"type": "object", "properties": {name: {"multipleOf": name} for name in (997, 991, 1000, 10**6)}})
+    amount = {"anyOf": [{"type": "number", "multipleOf": 0.01}, {"type": "integer", "multipleOf": 25}]}
+    check({"$ref": "#/$defs/amount", "$defs": {"amount": amount}})
+
+
+@pytest.mark.parametrize(
+    "reference", ["#/components/schemas/A~1b", "#/components/schemas/A%7E1b", "#/properties/c/x-of/0"]
+)
+def test_what_a_reference_names_anywhere_is_a_schema(reference: str) -> None:
+    part = {"type": "string", "pattern": r"^\d$"}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": reference}, "c": {"x-of": [{"allOf": [{"$ref": "#/components/schemas/A~1b"}]}]}},
+        "components": {"schemas": {"A/b": part}},
+        "$defs": {"components.schemas.A-b": FLAG},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    check(schema)
+    matcher = LLMatcher(BYTES, Grammar("json_schema", json.dumps(schema)).compiled(), log_level=0)
+    for answer, fits in (('{"a": "5"}', True), ('{"a": "\u0665"}', False), ('{"a": 5}', False)):
+        raw = list(answer.encode())
+        assert (matcher.validate_tokens(raw) == len(raw)) == fits, answer
+    schema["components"] = {"schemas": {"A/b": {"enum": [BIG]}}}
+    with pytest.raises(InvalidRequest, match=f"enum.0: {BIG} has more digits than"):
+        check(schema)
+
+
+def test_a_schema_refers_to_few_parts_elsewhere() -> None:
+    def refers(count: int) -> dict[str, Any]:
+        parts = {f"p{each}": {"$ref": f"#/x/p{each}"} for each in range(count)}
+        return {"type": "object", "properties": parts, "x": dict.fromkeys(parts, FLAG)}
+
+    check(refers(64))
+    with pytest.raises(InvalidRequest, match="more than 64 parts outside"):
+        check(refers(65))
+
+
+def test_a_reference_to_what_is_no_schema_is_refused() -> None:
+    for reference in ("#/x/2", "#/x/a", "#/y", "#/x/0/n", "#/x/99999999999999999999"):
+        with pytest.raises(InvalidRequest):
+            check({"$ref": reference, "x": [FLAG, {"n": 5}]})
 
 
 @pytest.mark.parametrize("text", ["[1]", "1", "{", '{"$ref": "#"}', '{"x-whitespace-pattern": 5}'])

@@ -8,6 +8,7 @@ import pytest
 from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.generate import Conversation, error_advice, run_chat
+from moonpool.client import Picture
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
 from moonpool.v1 import conductor_pb2 as pb
@@ -26,6 +27,17 @@ def talk(
 
 def turns(request: pb.GenerateRequest) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in request.chat.messages]
+
+
+def test_pictures_are_shown_with_the_first_turn() -> None:
+    fake, cat = FakeConductor(), Picture(b"cat", 3, 2)
+    with fake.client() as client:
+        conversation = Conversation(client, SamplingParams(max_tokens=8), pictures=[cat])
+        run_chat(conversation, ["What is it?", "Why?"], io.StringIO(), io.StringIO(), forgiving=True)
+    for request in fake.requests:
+        picture, text = request.chat.messages[0].parts
+        assert (picture.picture.content, picture.picture.width, text.text) == (b"cat", 3, "What is it?")
+    assert [(turn.content, len(turn.parts)) for turn in fake.requests[1].chat.messages[2:]] == [("Why?", 0)]
 
 
 def test_turns_add_up_and_figures_follow_each_answer() -> None:

@@ -1,5 +1,6 @@
 """A gateway in front of a conductor in memory."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator
@@ -59,7 +60,7 @@ def make_gateway(client: AsyncClient, config: GatewayConfig, threads: Executor, 
     bodies = body_reader(config, turns)
     context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, turns, keys)
     app = make_app(dataclasses.replace(context, started_at=7), allowed_hosts(config), config.allowed_origins)
-    app.state.next_turns = context.next_turns
+    app.state.next_turns, app.state.pictures = context.next_turns, context.pictures
     return app
 
 
@@ -109,8 +110,9 @@ async def answering(fake: FakeConductor, texts: Tokenizer | None = None, **chang
     with ThreadPoolExecutor(1) as threads:
         app = make_gateway(ready(fake).async_client(), settings(**changes), threads, texts or tokenizer())
         transport = httpx2.ASGITransport(app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
-            yield Answers(fake, app, http)
+        with contextlib.closing(app.state.pictures):
+            async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+                yield Answers(fake, app, http)
 
 
 def scope(path: str, **headers: str) -> dict[str, Any]:

@@ -142,7 +142,7 @@ async def test_the_last_turn_may_be_the_systems(gateway: Answers) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages: must not be empty"),
         ({"messages": [{"role": "developer", "content": "x"}, *TURNS]}, "messages.0.role: Input should be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0: must be a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0: has no picture"),
         ({"system": [{"type": "image"}]}, "system.0: must be a text"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
         ({"tools": [{"name": "f g", "input_schema": {}}]}, "tools.0.name: must have"),

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import sqlite3
 import struct
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,64 @@ async def test_a_batch_is_cancelled_or_expires(tmp_path: Path, monkeypatch: pyte
         assert told["status"] == "expired"
         codes = [each["error"]["code"] for each in await answers(http, told["error_file_id"])]
         assert codes == ["batch_expired"] * 2
+
+
+async def test_files_with_an_end_go_then_and_not_under_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    fake.state.queue.for_room = 1  # so that nothing begins
+    now = [began := world.unix_time()]
+    monkeypatch.setattr(world, "unix_time", lambda: now[0])
+    ends = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    async with gateway(tmp_path, fake, monkeypatch) as http:
+        kept = await upload(http, jsonl(line("a", "x")))
+        sent = (await http.post("/v1/files", data=ends, files={"file": ("in.jsonl", jsonl(line("a", "x")))})).json()
+        assert sent["expires_at"] - sent["created_at"] == 3600
+        body = {"input_file_id": sent["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+        body["output_expires_after"] = {"anchor": "created_at", "seconds": 7200}
+        made = (await http.post("/v1/batches", json=body)).json()
+        assert "output_expires_after" not in made
+        now[0] = began + 4000
+        await ended(http, made["id"], ["in_progress"])
+        assert (await http.get(f"/v1/files/{sent['id']}")).status_code == 200, "a batch reads the file"
+        fake.state.queue.for_room = 0
+        told = await ended(http, made["id"])
+        assert (told["status"], told["request_counts"]["completed"]) == ("completed", 1)
+        assert [each["id"] for each in (await http.get("/v1/files", params={"purpose": "batch"})).json()["data"]] == [
+            kept
+        ]
+        output = (await http.get(f"/v1/files/{told['output_file_id']}")).json()
+        assert output["expires_at"] - output["created_at"] == 7200
+        now[0] = began + 20_000
+        assert (await http.get(f"/v1/files/{told['output_file_id']}/content")).status_code == 404
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [kept], "the bytes are gone, too"
+
+
+@pytest.mark.parametrize(
+    ("anchor", "seconds", "field"),
+    [("created_at", "3599", "seconds"), ("created_at", "x", "seconds"), ("last_active_at", "3600", "anchor")],
+)
+async def test_a_wrong_end_names_the_field(
+    anchor: str, seconds: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"purpose": "batch", "expires_after[anchor]": anchor, "expires_after[seconds]": seconds}
+    async with gateway(tmp_path, ready(FakeConductor()), monkeypatch) as http:
+        told = await http.post("/v1/files", data=form, files={"file": ("in.jsonl", b"x")})
+        assert (told.status_code, told.json()["error"]["param"]) == (400, f"expires_after.{field}")
+
+
+async def test_a_folder_of_version_1_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway(tmp_path, ready(FakeConductor()), monkeypatch) as http:
+        file = await upload(http, b"x")
+    with closing(sqlite3.connect(tmp_path / "batches.db", isolation_level=None)) as before:
+        for statement in (
+            "DROP INDEX files_by_end",
+            "ALTER TABLE files DROP COLUMN expires_at",
+            "PRAGMA user_version = 1",
+        ):
+            before.execute(statement)
+    async with gateway(tmp_path, ready(FakeConductor()), monkeypatch) as http:
+        told = (await http.get(f"/v1/files/{file}")).json()
+        assert (told["id"], told["expires_at"]) == (file, None)
 
 
 async def test_tenants_see_their_own_and_have_room_of_their_own(

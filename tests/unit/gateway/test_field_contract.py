@@ -327,10 +327,10 @@ async def test_what_clients_keep_beside_a_history_is_warned_of(
 
 
 async def test_a_part_that_is_no_text_is_refused_for_its_type(gateway: Answers) -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    part = {"type": "video_url", "video_url": {"url": "data:,"}}
     refused = await gateway.chat(messages=[{"role": "user", "content": [part]}])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.0.content.0")
-    assert "'image_url'" in refused.json()["error"]["message"]
+    assert "'video_url'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -1,12 +1,13 @@
 """Ollama's API: objects, streams of lines, tools, and what is asked of the conductor."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from moonpool.base.errors import Internal, Overloaded
-from moonpool.client.testing import FakeConductor, answer
+from moonpool.client.testing import FakeConductor, Script, answer
 from tests.unit.gateway.fakes import Answers, answering
 from tests.unit.gateway.test_embeddings import VALUES
 from tests.unit.gateway.test_embeddings import script as embedding_script
@@ -97,6 +98,7 @@ async def test_tools_are_called_and_their_results_sent_back() -> None:
 
 async def test_an_error_before_the_stream_is_json() -> None:
     """With a status and as JSON, though the client asked for lines; behind the first text it is a line."""
+    answers: Iterator[Script]
     answers = iter([[Overloaded("full", reason="queue_full", retry_after_s=1.0)], [*answer()[:2], Internal("lost")]])
     async with answering(FakeConductor(lambda _: next(answers))) as gateway:
         refused = await post(gateway, "chat", messages=MESSAGES)
@@ -117,7 +119,7 @@ async def test_embeddings() -> None:
     ("path", "body", "named"),
     [
         ("chat", {"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
-        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages.0.images.0"),
         ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("embed", {}, "input"),
     ],

@@ -126,7 +126,15 @@ def test_a_nan_stays_in_its_row(tile_model: Library) -> None:
 @pytest.mark.parametrize("source", ["multiply", "packed", "prefill"])
 def test_the_instructions_compile_without_such_a_processor(source: str, tmp_path: Path) -> None:
     flags = [flag for flag in build.flags(AMX) if flag not in ("-O3", "-shared")]
-    command = [build.compiler(), "-O0", *flags, "-c", build.SOURCES / f"{source}.cpp", "-o", tmp_path / "made.o"]
+    command = [
+        build.compiler(),
+        "-O0",
+        *flags,
+        "-c",
+        str(build.SOURCES / f"{source}.cpp"),
+        "-o",
+        str(tmp_path / "made.o"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
 

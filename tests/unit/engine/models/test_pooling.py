@@ -204,6 +204,24 @@ def test_encoders_that_classify(model_type: str, tmp_path: Path) -> None:
     assert found[0].std() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("told", "types"),
+    [
+        ({"model_input_names": ["input_ids", "attention_mask"]}, False),
+        ({"model_input_names": ["input_ids", "token_type_ids"], "tokenizer_class": "TokenizersBackend"}, True),
+        ({"tokenizer_class": "TokenizersBackend"}, False),
+        ({"tokenizer_class": "BertTokenizer"}, True),
+    ],
+)
+def test_token_types_are_those_that_the_tokenizer_gives(
+    told: Mapping[str, Any], *, types: bool, tmp_path: Path
+) -> None:
+    model = drawn(transformers.AutoModelForSequenceClassification, "bert", num_labels=2)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    assert_same(computed(tmp_path), [output.logits[0] for output in expected(model, types=types)])
+
+
 @pytest.mark.parametrize("kind", ["cls", "mean", "max", "lasttoken"])
 def test_encoders_that_embed(kind: str, tmp_path: Path) -> None:
     model = drawn(transformers.AutoModel, "bert")

@@ -1,0 +1,170 @@
+"""The encoder of pictures beside transformers' own model: logits of prompts in chunks of every size."""
+
+import shutil
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint.picture_rule import engine_rule
+from moonpool.base.errors import CheckpointError
+from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
+from moonpool.base.kv.media import MediaItem
+from moonpool.base.pictures.files import Picture
+from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.pictures import PictureEncoder, load_encoder
+from moonpool.engine.request import IncomingRequest
+from tests.pictures import (
+    PictureReference,
+    add_weights,
+    arranged_model,
+    cell_model,
+    hybrid_model,
+    older_patch_model,
+    patch_model,
+    picture_file,
+    picture_model,
+    smolvlm_model,
+    stacked_model,
+)
+from tests.unit.engine.models.forward import BLOCK, Runner
+
+pytest.importorskip("PIL")
+SIZES = ((40, 30), (7, 90), (128, 128))
+TOLERANCE = 1e-4
+
+
+MODELS = {
+    "Idefics3": picture_model,
+    "InternVL": arranged_model,
+    "Mistral 3": cell_model,
+    "Qwen2-VL": older_patch_model,
+    "Qwen2.5-VL": patch_model,
+    "Qwen3-VL": stacked_model,
+    "Qwen3.5": hybrid_model,
+    "SmolVLM": smolvlm_model,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_weights(MODELS[request.param](tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PictureReference:
+    return PictureReference(folder)
+
+
+@pytest.fixture
+def encoder(folder: Path) -> PictureEncoder:
+    found = load_encoder(folder, torch.float32, torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def prompt_of(folder: Path, text: str, pictures: list[Picture]) -> "tuple[array[int], tuple[MediaItem, ...]]":
+    tokenizer = Tokenizer.load(folder)
+    rule = read_rule(folder, lambda: tokenizer)
+    assert not isinstance(rule, str)
+    (mark,) = {
+        text
+        for text in ("<image>", "[IMG]", "<IMG_CONTEXT>", "<|image_pad|>")
+        if tokenizer.special_id(text) == rule.mark
+    }
+    return with_pictures("messages", rule, tokenizer.encode(text.replace("<image>", mark), False), pictures)
+
+
+def pictures_of(sizes: tuple[tuple[int, int], ...], detail: str = "") -> list[Picture]:
+    return [Picture(picture_file(*size, seed=seed), *size, detail) for seed, size in enumerate(sizes)]
+
+
+def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, length, size):
+        yield start, min(length, start + size)
+
+
+def computed(
+    folder: Path, encoder: PictureEncoder, tokens: "array[int]", media: tuple[MediaItem, ...], size: int
+) -> torch.Tensor:
+    """Logits behind the prompt, computed in chunks of so many tokens."""
+    runner, rule = Runner(folder, torch.float32), engine_rule(folder)
+    (stage,) = runner.stages
+    assert not isinstance(rule, str)
+    seen = EngineRequest((), len(tokens), len(tokens))
+    request = IncomingRequest("r", tokens, BlockKey(bytes(32)), SequenceSampling(len(tokens)), seen, media=media)
+    request = request.with_checked_pictures(rule)
+    table = list(range(-(-len(tokens) // BLOCK)))
+    for start, end in chunks(len(tokens), size):
+        part = tokens_to_bytes(tokens[start:end])
+        batch = PackedBatch.build([(part, start, table)], BLOCK)
+        hidden = stage.embed(batch.token_ids, batch.positions)
+        here = tuple(item for item in media if item.begin < end and start < item.end)
+        step = SequenceStep(part, start, tuple(table), media=here, rope_shift=request.rope_shift(start))
+        encoder.set_positions(batch, [step])
+        if here:
+            encoder.place(hidden, [step], batch)
+        _, hidden = stage.run(hidden, batch, runner.pool, 0, stage.layer_end)
+    return stage.logits(hidden[-1:])
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 64, 512])
+def test_logits_are_those_of_transformers_wherever_chunks_end(
+    folder: Path, reference: PictureReference, encoder: PictureEncoder, size: int
+) -> None:
+    sizes = SIZES[:2] if size == 1 else SIZES
+    text = "User:<image>What is it?" + "<image> and" * (len(sizes) - 1)
+    pictures = pictures_of(sizes)
+    tokens, media = prompt_of(folder, text, pictures)
+    inputs = reference.inputs(text, [picture.content for picture in pictures])
+    assert inputs["input_ids"][0].tolist() == tokens.tolist()
+    right, found = reference.logits(inputs, []), computed(folder, encoder, tokens, media, size)
+    assert (found - right).abs().max() < TOLERANCE * right.abs().max()
+    assert encoder.encoded == len(sizes), "each picture once, however many chunks"
+
+
+def test_a_picture_of_low_detail_is_one_square(
+    folder: Path, reference: PictureReference, encoder: PictureEncoder
+) -> None:
+    if reference.model.config.model_type.startswith(("mistral3", "qwen")):
+        pytest.skip("transformers has no such word")
+    pictures = pictures_of(((90, 50),), "low")
+    tokens, media = prompt_of(folder, "<image>?", pictures)
+    inputs = reference.inputs("<image>?", [pictures[0].content], low=True)
+    assert inputs["input_ids"][0].tolist() == tokens.tolist()
+    right, found = reference.logits(inputs, []), computed(folder, encoder, tokens, media, 64)
+    assert (found - right).abs().max() < TOLERANCE * right.abs().max()
+
+
+def test_another_picture_gives_other_logits_and_the_same_the_same_rows(folder: Path, encoder: PictureEncoder) -> None:
+    one, two = (Picture(picture_file(40, 30, seed=seed), 40, 30) for seed in (1, 2))
+    found = [computed(folder, encoder, *prompt_of(folder, "a<image>b", [picture]), 64) for picture in (one, two, one)]
+    assert (found[0] - found[1]).abs().max() > 0.01
+    assert torch.equal(found[0], found[2])
+    assert encoder.encoded == 2
+
+
+def test_a_folder_without_the_encoders_weights_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    ends = ("modality_projection.proj", "linear_2", "merger.mlp.2", "visual.merger.linear_fc2")
+    (left_out,) = [name for name in tensors if name.removesuffix(".weight").endswith(ends)]
+    del tensors[left_out]
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {left_out.removeprefix('model.')} of the encoder"):
+        load_encoder(tmp_path / "model", torch.float32, torch.device("cpu"))
+
+
+def test_a_model_without_pictures_has_no_encoder(tmp_path: Path) -> None:
+    picture_model(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").unlink()
+    assert load_encoder(tmp_path, torch.float32, torch.device("cpu")) is None

@@ -1,0 +1,111 @@
+"""Pictures through services on virtual time: answers are transformers', and KV is found for the same picture only."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from moonpool.client import AsyncClient, GenerateResult, InvalidRequest, Message, MessagePart, Picture, SamplingParams
+from tests.pictures import PictureReference, add_weights, patch_model, picture_file, picture_model
+from tests.world.cluster import Cluster, Simulation
+from tests.world.process import in_new_process
+
+pytest.importorskip("PIL")
+BLOCK = 16
+SIZE = ("--block-size", str(BLOCK), "--set", "blocks=256")
+FLAGS = {
+    "conductor": ["--set", "decode_prompt_tokens=0"],
+    "prefill": [*SIZE, "--max-num-batched-tokens", "64"],
+    "decode": [*SIZE, "--speculative", "ngram", "--set", "preempt_every=7", "--set", "preemption=recompute"],
+}
+GREEDY = SamplingParams(max_tokens=BLOCK + 5, temperature=0.0, ignore_eos=True, logprobs=1)
+GAP, ERROR = 1e-3, 1e-3
+"""Of logits near 5 and log probabilities, in float32."""
+
+
+def picture(width: int, height: int, seed: int, detail: str = "") -> Picture:
+    return Picture(picture_file(width, height, seed), width, height, detail)
+
+
+def turn(*parts: str | Picture) -> Message:
+    found: list[MessagePart] = [{"text": part} if isinstance(part, str) else {"picture": part} for part in parts]
+    return {"role": "user", "content": "", "parts": found}
+
+
+def check(reference: PictureReference, messages: list[Message], result: GenerateResult) -> None:
+    """Each token is transformers' best one, with its log probability."""
+    files = [part["picture"].content for message in messages for part in message.get("parts", ()) if "picture" in part]
+    inputs = reference.inputs(reference.text_of(messages), files)
+    assert result.usage.prompt_tokens == inputs["input_ids"].shape[1]
+    for choice in result.choices:
+        logits = reference.logits(inputs, choice.token_ids)[:-1]
+        own = logits[range(len(choice.token_ids)), choice.token_ids]
+        assert (logits.amax(1) - own).max() < GAP
+        for token, right in zip(choice.logprobs, own - logits.logsumexp(1), strict=True):
+            assert abs(token.logprob - float(right)) < ERROR
+
+
+async def check_answers(simulation: Simulation, folder: Path) -> None:
+    """Chunks of 64 tokens, guesses, and sequences that are given up and computed again."""
+    reference, cluster = PictureReference(folder), Cluster(simulation, {}, FLAGS, checkpoint=folder)
+    await cluster.start()
+    cat, dog = picture(40, 30, 1), picture(40, 30, 2)
+    async with AsyncClient(cluster.addresses) as client:
+
+        async def ask(messages: list[Message], sampling: SamplingParams = GREEDY) -> GenerateResult:
+            result = await client.generate(messages=messages, sampling=sampling)
+            check(reference, messages, result)
+            return result
+
+        for parts in (
+            (cat, "What is this?"),
+            (picture(70, 20, 3), "and", picture(20, 70, 4), "differ?"),
+            (picture(1, 1, 5), picture(3, 200, 6), picture(129, 127, 7)),
+            ("a " * 9, picture(50, 50, 9)),
+        ):
+            await ask([turn(*parts)])
+
+        # The same picture in the same place is a hit, another one never.
+        text = "Tell me about the following picture, please: "
+        first, other, again = [await ask([turn(text, seen, "What is this?")]) for seen in (cat, dog, cat)]
+        assert other.usage.cached_tokens == BLOCK, "what stands before the picture"
+        assert again.usage.cached_tokens > again.usage.prompt_tokens - 2 * BLOCK
+        assert first.token_ids == again.token_ids != other.token_ids
+
+        messages = [turn(picture(64, 64, 11), "Describe it.")]
+        before = await ask(messages)
+        messages += [{"role": "assistant", "content": before.text}, turn("Why? ", picture(30, 30, 12))]
+        second = await ask(messages)
+        assert second.usage.cached_tokens > before.usage.prompt_tokens - 2 * BLOCK
+
+        await ask([turn("Twice: ", picture(33, 80, 13))], dataclasses.replace(GREEDY, n=2))
+        for wrong, why in (
+            (dataclasses.replace(cat, width=41), "40 x 30 pixels, not 41 x 30"),
+            (dataclasses.replace(cat, content=cat.content[:-30]), "cut or damaged"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                await ask([turn(wrong)])
+    await cluster.rest()
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_weights(picture_model(tmp_path_factory.mktemp("model") / "tiny-smolvlm"))
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_weights(patch_model(tmp_path_factory.mktemp("model") / "tiny-qwen"))
+
+
+@pytest.mark.slow
+@in_new_process
+async def test_answers_of_smolvlm_are_those_of_transformers_wherever_kv_comes_from(
+    simulation: Simulation, squares: Path
+) -> None:
+    await check_answers(simulation, squares)
+
+
+@in_new_process
+async def test_answers_of_qwen_whose_positions_have_rows_and_columns(simulation: Simulation, cells: Path) -> None:
+    await check_answers(simulation, cells)
