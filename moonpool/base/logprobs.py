@@ -115,7 +115,5 @@ class LogprobRows(Sequence[TokenLogprobs]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self)})"

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -141,7 +141,9 @@ class GenerationResponse:
             result = self._finished(tokens, request_metrics)
             self._start(reply, tokens)
             reply.headers.update(self._job.result_headers(result))
-            to_json = to_json_in_pieces if scores > MAX_LOOP_SCORES else to_json_bytes
+            to_json: Callable[[dict[str, Any]], bytes] = (
+                to_json_in_pieces if scores > MAX_LOOP_SCORES else to_json_bytes
+            )
             content = await self._written(lambda: to_json(self._formatter.full_response(result)), scores)
             await self._formatter.keep()
             await reply.send_json(200, content)
