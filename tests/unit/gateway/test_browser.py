@@ -297,9 +297,8 @@ async def test_pictures_of_a_turn(tmp_path: Path) -> None:
     model = str(picture_model(tmp_path / "tiny-smolvlm"))
     async with serving(AsyncClient(transport=calls), model=model) as (_, port), opened(port) as page:
         waiting, turns = page.locator("#pictures img"), page.locator("#talk > article")
-        await page.focus("#add-pictures")
         async with page.expect_file_chooser() as chooser:
-            await page.keyboard.press("Enter")
+            await page.get_by_role("button", name="Add pictures").press("Enter")
         await (await chooser.value).set_files([{"name": "red.png", "mimeType": "image/png", "buffer": red}])
         await page.get_by_role("img", name="red.png").wait_for()
         await give(page, "paste", "gone.png", blue)
