@@ -55,10 +55,12 @@ async def change(cluster: Cluster, client: AsyncClient, drawn: random.Random) ->
     """Change some instance that is not the last of its kind, and wait until it has changed; returns its id."""
     now = await kinds(client)
     name = drawn.choice(sorted(each for each in now if list(now.values()).count(now[each]) > 1))
-    await order(cluster, name, now[name])
 
     async def changed() -> bool:
-        return (await kinds(client)).get(name, now[name]) != now[name]
+        if (await kinds(client)).get(name, now[name]) != now[name]:
+            return True
+        await order(cluster, name, now[name])  # an earlier order may have been refused, or lost with what was killed
+        return False
 
     await until(changed, f"{name} has changed from {now[name]}")
     return name

@@ -148,7 +148,7 @@ class PictureEncoder:
                 placed.append((at, rows[seen : seen + here.sum()]))
             first += count
         at, rows = (torch.cat(parts).to(hidden.device) for parts in zip(*placed, strict=True))
-        own, *further = rows.split(hidden.shape[1], 1)
+        own, *further = torch.split(rows, hidden.shape[1], 1)
         hidden[at] = own
         batch.added = [(at, values) for values in further]
 

@@ -66,6 +66,8 @@ _MAX_TURNS = 4096
 """Responses that one response may continue, one after the other."""
 _MAX_ITEMS = 1 << 13
 """Items that are read at once, as many as a body has."""
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+"""Errors of a disk that takes nothing more; what is there can still be read."""
 T = TypeVar("T")
 
 
@@ -121,6 +123,7 @@ class ResponseStore:
         self._limits = limits
         self._threads = threads
         self._clock = clock
+        self._notes_use = True
         self.num_bytes = 0
         """Size of all records and items, after the last change."""
         try:
@@ -179,7 +182,7 @@ class ResponseStore:
         Raises:
             NotFound: the record is not stored.
         """
-        return await self._change(lambda: self._get(tenant, record_id))
+        return await self._read(lambda: self._get(tenant, record_id))
 
     async def items(self, tenant: str, owner: str, *, output: bool = False) -> list[Item]:
         """A record's items in order: the request's, or the answer's.
@@ -188,7 +191,7 @@ class ResponseStore:
             NotFound: the record is not stored.
             InvalidRequest: the items are too many, or too large, to be read at once.
         """
-        return await self._change(lambda: self._items(tenant, owner, output, _Reading(self._limits.max_read_bytes)))
+        return await self._read(lambda: self._items(tenant, owner, output, _Reading(self._limits.max_read_bytes)))
 
     async def page(
         self, tenant: str, owner: str, limit: int, after: str, *, descending: bool
@@ -206,7 +209,7 @@ class ResponseStore:
             NotFound: the record is not stored.
             InvalidRequest: there is no item `after`.
         """
-        return await self._change(lambda: self._page(tenant, owner, limit, after, descending))
+        return await self._read(lambda: self._page(tenant, owner, limit, after, descending))
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
         """Items from a response and from all responses before in the chain, oldest first.
@@ -215,7 +218,7 @@ class ResponseStore:
             NotFound: a response is not stored; names the response.
             InvalidRequest: the items are too many, or too large, to be read at once.
         """
-        return await self._change(lambda: self._history(tenant, response_id))
+        return await self._read(lambda: self._history(tenant, response_id))
 
     async def find_items(self, tenant: str, item_ids: Sequence[str], owner: str = "") -> list[Item | None]:
         """Items, by their ids, None for those that are not stored. An id may come several times.
@@ -228,7 +231,7 @@ class ResponseStore:
         Raises:
             InvalidRequest: the items are too many, or too large, to be read at once.
         """
-        return await self._change(lambda: self._find_items(tenant, item_ids, owner))
+        return await self._read(lambda: self._find_items(tenant, item_ids, owner))
 
     def close(self) -> None:
         self._db.close()
@@ -236,16 +239,37 @@ class ResponseStore:
     async def _change(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._transaction, work)
 
+    async def _read(self, work: Callable[[], T]) -> T:
+        """As `_change`, but a disk without room, to note the use, is no reason to refuse what is there."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._reading, work)
+
     def _transaction(self, work: Callable[[], T]) -> T:
         try:
-            with self._db:
-                self._db.execute("BEGIN IMMEDIATE")
-                self._forget_old()
-                result = work()
-                self.num_bytes = self._total()
-            return result
+            return self._changed(work)
         except sqlite3.Error as error:
             raise Unavailable(f"the store of responses failed: {error}") from None
+
+    def _reading(self, work: Callable[[], T]) -> T:
+        try:
+            try:
+                return self._changed(work)
+            except sqlite3.Error as error:
+                if error.sqlite_errorcode & 0xFF not in _NO_ROOM:
+                    raise
+            self._notes_use = False
+            return work()
+        except sqlite3.Error as error:
+            raise Unavailable(f"the store of responses failed: {error}") from None
+        finally:
+            self._notes_use = True
+
+    def _changed(self, work: Callable[[], T]) -> T:
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._forget_old()
+            result = work()
+            self.num_bytes = self._total()
+        return result
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -330,10 +354,13 @@ class ResponseStore:
         self._resize(tenant, owner, -sum(_size(body) for (body,) in found))
 
     def _get(self, tenant: str, record_id: str) -> StoredRecord:
-        found = self._db.execute(
-            "UPDATE records SET used_at = ? WHERE tenant = ? AND id = ? RETURNING body, previous",
-            (self._clock(), tenant, record_id),
-        ).fetchall()
+        now = self._clock()
+        if self._notes_use:
+            command = "UPDATE records SET used_at = ? WHERE tenant = ? AND id = ? RETURNING body, previous"
+            found = self._db.execute(command, (now, tenant, record_id)).fetchall()
+        else:
+            command = "SELECT body, previous FROM records WHERE tenant = ? AND id = ? AND used_at >= ?"
+            found = self._db.execute(command, (tenant, record_id, now - self._limits.ttl_s)).fetchall()
         if not found:
             raise NotFound(self.missing(record_id))
         return StoredRecord(record_id, json.loads(found[0][0]), found[0][1])

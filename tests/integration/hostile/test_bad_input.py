@@ -47,7 +47,7 @@ SDK: list[tuple[str, dict[str, Any], str]] = [
     ("token_ids", {"token_ids": ["nine"]}, ""),
     ("token_ids", {"token_ids": [9] * LENGTH}, "4096 tokens"),
     ("prompt", {"prompt": "word " * LENGTH}, "4096"),
-    ("prompt", {"prompt": "a" * (4 << 20)}, "characters"),
+    ("prompt", {"prompt": "a" * (4 << 20)}, "has more than 4096 tokens"),
     ("token_ids", {"token_ids": [300] * (1 << 20)}, "tokens"),
     ("prompt", {"prompt": "a" * (100 << 20)}, "bytes"),
     ("messages", {"messages": [{"role": "user", "content": "a" * (100 << 20)}]}, "bytes"),

@@ -1,5 +1,6 @@
 """The store of responses: limits of bytes and time, tenants, and a file that outlives the store."""
 
+import resource
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -227,3 +228,25 @@ def test_files_that_are_no_stores(shelf: Shelf, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=reason) as caught:
             shelf.store(file=tmp_path / name)
         assert caught.value.field == "response_store_file"
+
+
+async def test_what_is_there_is_read_on_a_full_disk(shelf: Shelf, tmp_path: Path) -> None:
+    """A limit of files' sizes stands for the disk: SQLite gets the same kind of error."""
+    store = shelf.store(file=tmp_path / "responses.db")
+    await put(store, "r1")
+    await put(store, "r2", previous="r1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(Unavailable, match="store of responses failed"):
+            await put(store, "r3", text="x" * 100_000)
+        assert (await store.get("ann", "r1")).body == {"id": "r1"}
+        assert len(await store.history("ann", "r2")) == 4
+        shelf.now += TTL_S + 1.0
+        with pytest.raises(NotFound):
+            await store.get("ann", "r1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    shelf.now -= TTL_S
+    assert (await store.get("ann", "r1")).body == {"id": "r1"}
+    await put(store, "r3")
