@@ -46,6 +46,8 @@ export function start() {
   byId("cancel").addEventListener("click", () => edit(null));
   byId("newest").addEventListener("click", () => follow());
   byId("scroll").addEventListener("scroll", () => { byId("newest").hidden = isAtEnd(); });
+  // The composer grows with its pictures: the end that was in view stays in view.
+  new ResizeObserver(() => byId("newest").hidden && follow()).observe(byId("ask"));
   byId("parameters").addEventListener("change", () => isValid() && keep(conversation));
   byId("ideas").append(...IDEAS.map((idea) => button(idea, () => {
     byId("text").value = idea;

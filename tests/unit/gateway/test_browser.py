@@ -327,6 +327,9 @@ async def test_pictures_of_a_turn(tmp_path: Path) -> None:
         # A file that is no picture whatever its name says: the gateway's own words, and too large to keep.
         await give(page, "drop", "noise.png", bytes(1 << 20))
         await page.get_by_role("img", name="noise.png").wait_for()
+        await page.wait_for_function(
+            "(box => box.scrollHeight - box.scrollTop - box.clientHeight < 2)(document.querySelector('#scroll'))"
+        )  # the end stays in view while the composer grows
         await page.press("#text", "Enter")
         problem = await turns.nth(3).locator(".problem").text_content()
         assert problem.startswith("HTTP 400")
