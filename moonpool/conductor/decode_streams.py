@@ -25,6 +25,8 @@ log = get_logger(__name__)
 QUEUE_MESSAGES = 8192
 """Most orders that wait to be written. If more wait, the decode instance does not read the stream."""
 
+MAX_FORGOTTEN = 4096
+"""Most cancels kept of a stream that broke; of more, the oldest are dropped, and decode's promises run out instead."""
 WRITE_TIMEOUT_S = 10.0
 
 SILENCE_S = 1.0
@@ -83,6 +85,12 @@ class SequenceSubscriber(Protocol):
         """The sequence cannot go on."""
 
 
+def _cancel_of(sequence_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> decode_pb2.CancelSequence:
+    return decode_pb2.CancelSequence(
+        request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice
+    )
+
+
 class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]):
     """One `Steps` call. There is no welcome: orders may follow the hello at once."""
 
@@ -124,6 +132,7 @@ class StepsStream:
         on_idle_break: Callable[[StepsStream], None] = lambda stream: None,
         silence_s: float = SILENCE_S,
         waited_s: Callable[[str], float] = lambda instance: 0.0,
+        forgotten: dict[str, decode_pb2.CancelSequence] | None = None,
     ) -> None:
         """A stream that is not open yet.
 
@@ -134,7 +143,12 @@ class StepsStream:
             on_idle_break: called after the stream broke and the sequences on the stream have failed.
             silence_s: seconds without a message after which the instance is checked.
             waited_s: seconds for which an instance has had no processor, by instance id.
+            forgotten: cancels by sequence, from earlier streams to the same instance, with which this stream begins.
         """
+        self._forgotten = {} if forgotten is None else forgotten
+        self._targets: dict[str, kv_pb2.TransferTarget] = {}
+        self._cancels: dict[str, decode_pb2.CancelSequence] = {}
+        """Sent, and not answered."""
         self.decode = decode
         self._channels = channels
         self._conductor = conductor
@@ -160,17 +174,22 @@ class StepsStream:
         """Orders that wait to be written; 0 for a broken stream."""
         return len(self._call.send_queue) if self._call is not None else 0
 
-    def subscribe(self, sequence_id: str, subscriber: SequenceSubscriber) -> None:
-        """Send a sequence's tokens to `subscriber`, until the sequence's end."""
+    def subscribe(self, sequence_id: str, subscriber: SequenceSubscriber, target: kv_pb2.TransferTarget) -> None:
+        """Send tokens of a sequence, whose KV goes to `target`, to `subscriber`, until the sequence's end."""
         assert sequence_id not in self._subscribers, f"{sequence_id} is subscribed already"
         self._subscribers[sequence_id] = subscriber
+        self._targets[sequence_id] = target
         if self._monitored is None:
             self._monitored = self._monitor.begin(self._on_silence)
 
     def unsubscribe(self, sequence_id: str) -> None:
         """End a subscription; unknown ids are ignored."""
-        self._subscribers.pop(sequence_id, None)
+        self._pop(sequence_id)
         self._stop_monitoring_if_idle()
+
+    def _pop(self, sequence_id: str) -> SequenceSubscriber | None:
+        self._targets.pop(sequence_id, None)
+        return self._subscribers.pop(sequence_id, None)
 
     def _stop_monitoring_if_idle(self) -> None:
         """An idle stream may be silent."""
@@ -231,9 +250,9 @@ class StepsStream:
 
     def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
         """Cancel a sequence or the sequence's reservation at decode; with `choice`, a single choice in the sequence."""
-        cancel = decode_pb2.CancelSequence(
-            request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice
-        )
+        cancel = _cancel_of(sequence_id, target, choice)
+        if choice is None:
+            self._cancels[sequence_id] = cancel
         self._send(decode_pb2.StepsRequest(cancel=cancel))
 
     def open(self) -> None:
@@ -265,10 +284,21 @@ class StepsStream:
         if self._call is None or self._call.error is not None:
             self._call = _StepsCall(self._channels, self.decode, self._conductor, self._on_message, self._broken)
             self._call.begin()
+            forgotten = list(self._forgotten.values())
+            self._forgotten.clear()
+            for cancel in forgotten:
+                self._cancels[cancel.request_id] = cancel
+                self._call.send_queue.post(decode_pb2.StepsRequest(cancel=cancel))
         return self._call
 
     def _broken(self, error: Exception) -> None:
         subscribers, self._subscribers = self._subscribers, {}
+        targets, self._targets = self._targets, {}
+        # Orders on the way may be lost; what decode has promised would be kept while this conductor is there.
+        self._forgotten |= self._cancels | {name: _cancel_of(name, target) for name, target in targets.items()}
+        self._cancels.clear()
+        for name in list(self._forgotten)[: max(0, len(self._forgotten) - MAX_FORGOTTEN)]:
+            del self._forgotten[name]
         self._stop_monitoring_if_idle()
         failure = error if isinstance(error, MoonpoolError) else StreamBroken(str(error))
         for subscriber in subscribers.values():
@@ -279,15 +309,17 @@ class StepsStream:
 
     def _on_message(self, response: decode_pb2.StepsResponse) -> None:
         self._monitor.heard()
+        for cancelled in response.cancelled:
+            self._cancels.pop(cancelled.request_id, None)
         for tokens in response.tokens:
             self._add_tokens(tokens)
         for failed in response.failed:
-            subscriber = self._subscribers.pop(failed.request_id, None)
+            subscriber = self._pop(failed.request_id)
             if subscriber is not None:
                 kind = TransferFailed if failed.transfer else StreamBroken
                 subscriber.fail(kind(f"{self.decode.id} cannot go on: {failed.reason}"))
         for fenced in response.fenced:
-            subscriber = self._subscribers.pop(fenced.request_id, None)
+            subscriber = self._pop(fenced.request_id)
             if subscriber is not None:
                 subscriber.fail(InvalidRequest(FENCE_FIELD, "another conductor has the request, by a higher count"))
         self._stop_monitoring_if_idle()
@@ -305,7 +337,7 @@ class StepsStream:
         new = NewTokens(tokens.choice, tokens.position, tokens.token_ids, reason, score, logprobs, prompt)
         over = subscriber.add_tokens(new)
         if over or cancelled:
-            self._subscribers.pop(sequence_id, None)
+            self._pop(sequence_id)
         if cancelled:
             subscriber.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
 
@@ -319,6 +351,7 @@ class StepsPool:
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._channels = channels
         self._streams: dict[tuple[str, int], StepsStream] = {}
+        self._forgotten: dict[tuple[str, int], dict[str, decode_pb2.CancelSequence]] = {}
 
     @property
     def sequences(self) -> int:
@@ -333,8 +366,11 @@ class StepsPool:
         """Return the stream to a decode instance, for one epoch."""
         key = decode.id, decode.epoch
         if key not in self._streams:
+            for other in [other for other in self._forgotten if other[0] == decode.id and other != key]:
+                del self._forgotten[other]  # the instance has restarted
+            forgotten = self._forgotten.setdefault(key, {})
             self._streams[key] = StepsStream(
-                self._channels, decode, self.conductor, self._remove, waited_s=self._waited_s
+                self._channels, decode, self.conductor, self._remove, waited_s=self._waited_s, forgotten=forgotten
             )
         return self._streams[key]
 

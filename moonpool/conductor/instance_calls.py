@@ -309,9 +309,10 @@ class InstanceCalls:
         steps = self._steps.get(reserved_instance_proto(order.target))
         self._sequences[order.io] = order, steps
         end = partial(self._end_sequence, order.io)
-        stop = partial(steps.cancel, order.sequence, reservation_proto(order.target))
+        target = reservation_proto(order.target)
+        stop = partial(steps.cancel, order.sequence, target)
         subscription = SequenceSubscription(order.io, order.sequence, stream, self._post, end, stop, self._clock)
-        steps.subscribe(order.sequence, subscription)
+        steps.subscribe(order.sequence, subscription, target)
         return steps, subscription
 
     def renew(self, order: RenewReservation) -> None:

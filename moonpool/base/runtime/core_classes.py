@@ -13,6 +13,7 @@ CORE_MODULES = (
     "moonpool.base.kv.delete_kv",
     "moonpool.base.kv.keys",
     "moonpool.base.kv.layout",
+    "moonpool.base.kv.media",
     "moonpool.base.logprobs",
     "moonpool.base.sampling_params",
     "moonpool.base.scheduling",

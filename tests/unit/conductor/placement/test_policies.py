@@ -32,7 +32,7 @@ from moonpool.conductor.placement.policies import POLICIES
 from tests.examples import examples
 
 from ..core.world import LIMITS
-from ..core.worlds import SECOND_PER_TOKEN, SHAPE, World, facts
+from ..core.worlds import BLOCK_SIZE, SECOND_PER_TOKEN, SHAPE, World, facts
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 NAMES = ("prefill-0", "prefill-1", "prefill-2")
@@ -373,7 +373,7 @@ def test_an_idle_cluster_refuses_only_what_nobody_could_keep(
 @given(
     SPEEDS,
     st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([0.0, 0.5, 3.0, 40.0])), min_size=2, max_size=12),
-    st.integers(1, 64),
+    st.integers(1, BLOCK_SIZE),
 )
 def test_a_prompt_of_one_step_goes_to_a_wide_pipeline_only_where_it_is_free_sooner(
     speeds: Speeds, pipelines: list[tuple[int, float]], tokens: int
