@@ -45,7 +45,7 @@ from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.picture_fetch import PictureFetcher
-from moonpool.gateway.serving.pictures import PictureReader
+from moonpool.gateway.serving.pictures import PictureReader, takes_pictures
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
 from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -270,6 +270,7 @@ def gateway_context(
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),
         pooling=pooling_of(config.model),
+        takes_pictures=takes_pictures(config.model),
     )
     metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
     return context

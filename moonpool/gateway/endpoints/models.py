@@ -49,13 +49,14 @@ def served_model_names(gateway: GatewayContext, state: ClusterState) -> list[str
 
 
 def _model_card(gateway: GatewayContext, state: ClusterState, name: str) -> dict[str, object]:
-    """OpenAI's model object, with vLLM's `max_model_len`, and the `parent` of a LoRA adapter."""
+    """OpenAI's model object, with vLLM's `max_model_len`, OpenRouter's modalities, and a LoRA adapter's `parent`."""
     card: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "moonpool",
         "max_model_len": state.max_tokens,
+        "architecture": {"input_modalities": ["text", *(["image"] if gateway.takes_pictures else [])]},
     }
     if any(name == lora.name for lora in state.loras):
         card["parent"] = gateway.shown_name(state)

@@ -7,10 +7,12 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from moonpool.base.errors import InvalidRequest
+from moonpool.base.checkpoint import Tokenizer, resolve
+from moonpool.base.errors import InvalidRequest, MoonpoolError
 from moonpool.base.frozen import frozen
 from moonpool.base.pictures.files import PictureFiles
 from moonpool.base.pictures.limits import MAX_BYTES, MAX_PICTURES
+from moonpool.base.pictures.rule import read_rule
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import GenerateArguments, Message, Picture
 from moonpool.gateway.serving.body import Body
@@ -19,6 +21,15 @@ from moonpool.gateway.serving.picture_fetch import PictureFetcher
 PICTURE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are pictures: OpenAI's of chats and of responses, and Anthropic's."""
 _BASE64_CHARS = (MAX_BYTES + 2) // 3 * 4
+
+
+def takes_pictures(model: str) -> bool:
+    """Whether a checkpoint takes pictures, by the conductor's rule; a checkpoint that cannot be read takes none."""
+    try:
+        folder = resolve(model)
+        return not isinstance(read_rule(folder, lambda: Tokenizer.load(folder)), str)
+    except MoonpoolError:  # whoever reads the weights says what is wrong
+        return False
 
 
 class ImageUrl(Body):

@@ -2,8 +2,9 @@
 
 import { get, stream } from "./api.js";
 import { find, newId, remember, save, shownBefore, watch } from "./conversations.js";
-import { byId, button } from "./dom.js";
+import { byId, button, toast } from "./dom.js";
 import { GrowingText } from "./markdown.js";
+import * as pictures from "./pictures.js";
 import * as sidebar from "./sidebar.js";
 import { note, settle, turnView } from "./turns.js";
 
@@ -17,10 +18,12 @@ const IDEAS = [
 const END_PX = 80; // so near to its end, the view follows an answer
 const KEEP_MS = 2000; // an answer that comes is kept so often
 
-// {id, title, settings, turns, changed, revision}; a turn is {role, content}, of an answer also {reasoning, figures, error}.
+// {id, title, settings, turns, changed, revision}; a turn is {role, content}, of the user also {pictures}, of an answer
+// also {reasoning, figures, error}.
 let conversation = null;
 let editing = null; // the user's turn that is edited
 let stopping = null;
+let unkept = null; // the conversation of which was told that not all of it is kept
 
 export function start() {
   byId("ask").addEventListener("submit", (event) => {
@@ -43,11 +46,14 @@ export function start() {
   byId("cancel").addEventListener("click", () => edit(null));
   byId("newest").addEventListener("click", () => follow());
   byId("scroll").addEventListener("scroll", () => { byId("newest").hidden = isAtEnd(); });
+  // The composer grows with its pictures: the end that was in view stays in view.
+  new ResizeObserver(() => byId("newest").hidden && follow()).observe(byId("ask"));
   byId("parameters").addEventListener("change", () => isValid() && keep(conversation));
   byId("ideas").append(...IDEAS.map((idea) => button(idea, () => {
     byId("text").value = idea;
     send();
   })));
+  pictures.start(() => read([...earlier(), {}]));
   sidebar.start((chosen) => open(chosen ?? fresh()));
   watch(changedElsewhere);
   open(shownBefore() ?? fresh());
@@ -81,7 +87,10 @@ function keep(own) {
   if (own === conversation) own.settings = settings();
   else if (!find(own.id)) return;
   if (!own.turns.length) return;
-  save(own);
+  if (!save(own) && unkept !== own.id) {
+    unkept = own.id;
+    toast("This browser has no more room: not all of this conversation is kept.");
+  }
   if (own === conversation) remember(own.id);
 }
 
@@ -110,7 +119,10 @@ function fit() {
 
 /** Puts a turn of the user into the box, whence it is sent anew; null: no longer. */
 function edit(turn) {
-  if (editing || turn) byId("text").value = turn?.content ?? "";
+  if (editing || turn) {
+    byId("text").value = turn?.content ?? "";
+    pictures.put(turn ? pictures.picturesOf(turn) : []);
+  }
   editing = turn;
   fit();
   byId("cancel").hidden = !turn;
@@ -138,13 +150,18 @@ function isValid() {
 }
 
 function send() {
+  if (pictures.ready()) {
+    pictures.ready().then(send);
+    return;
+  }
   const said = byId("text").value.trim();
-  if (!said || stopping || !isValid()) return;
+  if ((!said && pictures.isEmpty()) || stopping || !isValid()) return;
+  const shown = pictures.taken(earlier());
   if (editing) cut(editing);
   edit(null);
   byId("text").value = "";
   fit();
-  const turn = { role: "user", content: said };
+  const turn = { role: "user", content: said, ...(shown.length ? { pictures: shown } : {}) };
   conversation.turns.push(turn);
   settled(show(turn), turn);
   answer();
@@ -168,14 +185,19 @@ function busy(now) {
   byId("talk").setAttribute("aria-busy", String(now));
 }
 
-/** What the model reads before a turn. A turn of the user without an answer is left out, unless the answer is wanted. */
-function messages(own, before) {
-  const turns = own.turns.slice(0, own.turns.indexOf(before));
-  const sent = turns.filter((turn, at) =>
-    turn.role === "user" ? at === turns.length - 1 || turns[at + 1].content : turn.content);
+/** The turns that the model reads. A turn of the user without an answer is left out, unless the turn is the last. */
+const read = (turns) => turns.filter((turn, at) =>
+  turn.role === "user" ? at === turns.length - 1 || turns[at + 1].content : turn.content);
+
+/** The turns before the one that is being written. */
+const earlier = () => conversation.turns.slice(0, editing ? conversation.turns.indexOf(editing) : undefined);
+
+/** What the model reads before a turn. */
+function messages(own, turn) {
+  const sent = read(own.turns.slice(0, own.turns.indexOf(turn)));
   const system = byId("system").value.trim();
   const first = system ? [{ role: "system", content: system }] : [];
-  return [...first, ...sent.map(({ role, content }) => ({ role, content }))];
+  return [...first, ...sent.map((each) => ({ role: each.role, content: pictures.content(each) }))];
 }
 
 /** Asks for the answer to the last turn of the user, and shows the answer as it comes. */

@@ -1,6 +1,8 @@
 // Conversations of this browser, each under its own key of the local storage, so that two tabs do not write over each
 // other. They go nowhere but into the requests of the chat.
 
+import { hasPictures, keepable, picturesOf } from "./pictures.js";
+
 const PREFIX = "moonpool-conversation:";
 const OLD_LIST = "moonpool-conversations"; // where earlier versions kept all of them
 const SHOWN = "moonpool-conversation"; // per tab
@@ -52,8 +54,8 @@ function read(key) {
 }
 
 /**
- * Keeps a conversation; the oldest ones make room. If another tab has gone on with it meanwhile, both are kept: this one
- * under a new id.
+ * Keeps a conversation; the oldest ones make room, their pictures first. If another tab has gone on with it meanwhile, both
+ * are kept: this one under a new id. Returns whether there was room for the pictures that are to be kept.
  */
 export function save(conversation) {
   const there = find(conversation.id);
@@ -63,7 +65,7 @@ export function save(conversation) {
   }
   conversation.changed = Date.now();
   conversation.revision = newId();
-  write(conversation);
+  return write(conversation);
 }
 
 /** Whether the turns begin with others. */
@@ -71,16 +73,21 @@ const begins = (turns, others) => others.length <= turns.length &&
   others.every((other, at) => other.role === turns[at].role && other.content === turns[at].content);
 
 function write(conversation) {
-  const text = JSON.stringify(conversation);
+  let kept = keepable(conversation);
   const others = saved().filter(({ id }) => id !== conversation.id);
   for (const old of others.slice(KEPT - 1)) remove(old.id);
   for (;;) {
     try {
-      return localStorage.setItem(PREFIX + conversation.id, text);
+      localStorage.setItem(PREFIX + conversation.id, JSON.stringify(kept));
+      return hasPictures(kept) || !hasPictures(keepable(conversation));
     } catch {
-      const oldest = others.pop();
-      if (!oldest) return undefined;
-      remove(oldest.id);
+      const pictured = others.findLast(hasPictures);
+      if (pictured) {
+        others[others.indexOf(pictured)] = keepable(pictured, false);
+        localStorage.setItem(PREFIX + pictured.id, JSON.stringify(keepable(pictured, false)));
+      } else if (hasPictures(kept)) kept = keepable(conversation, false);
+      else if (others.length) remove(others.pop().id);
+      else return false;
     }
   }
 }
@@ -111,7 +118,8 @@ export const everything = () => JSON.stringify({ conversations: saved() }, null,
 
 const TITLE_CHARS = 60;
 
-export const title = ({ title: given, turns }) => given || turns[0]?.content.slice(0, TITLE_CHARS) || "New conversation";
+export const title = ({ title: given, turns }) => given || turns[0]?.content.slice(0, TITLE_CHARS) ||
+  (turns.length && picturesOf(turns[0])[0]?.name) || "New conversation";
 
 // randomUUID needs HTTPS.
 export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;

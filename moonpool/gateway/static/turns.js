@@ -3,6 +3,7 @@
 import { post } from "./api.js";
 import { button, copy, count, el, seconds } from "./dom.js";
 import { markdown } from "./markdown.js";
+import { drawn } from "./pictures.js";
 
 // Turns are rendered when they come near the window: a long conversation opens at once.
 const near = new IntersectionObserver((entries) => {
@@ -19,7 +20,7 @@ export function turnView(turn, [label, pressed]) {
   const view = { said: el("div", { class: "said" }), more: el("div") };
   const actions = el("div", { class: "actions" },
     button("Copy", ({ target }) => copy(target, view.said, turn.content)), button(label, pressed, { class: "change" }));
-  view.shown = el("article", { class: `turn ${turn.role}` }, el("h2", {}, own ? "You" : "Model"), view.said, view.more, actions);
+  view.shown = el("article", { class: `turn ${turn.role}` }, el("h2", {}, own ? "You" : "Model"), own ? drawn(turn) : null, view.said, view.more, actions);
   return view;
 }
 

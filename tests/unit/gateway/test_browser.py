@@ -1,6 +1,7 @@
 """The page in a real browser, where there is one: what its scripts make of it."""
 
 import asyncio
+import base64
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -12,10 +13,12 @@ import pytest
 from google.protobuf.message import Message
 
 from moonpool.base.errors import Overloaded
+from moonpool.base.pictures.limits import MAX_BYTES
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import GenerateCall
 from moonpool.v1 import conductor_pb2 as pb
+from tests.pictures import picture_file, picture_model
 from tests.unit.gateway.test_client_disconnect import HeldCall
 from tests.unit.gateway.test_dashboard_page import cluster
 from tests.unit.gateway.test_http_server import serving
@@ -266,6 +269,100 @@ async def say(page: Any, text: str) -> None:
     await page.fill("#text", text)
     await page.press("#text", "Enter")
     await page.locator("#talk > article").nth(turns + 1).locator(".note a").wait_for()
+
+
+FILES = """([kind, files]) => {
+  const given = new DataTransfer();
+  for (const [name, type, chars] of files) {
+    const bytes = Uint8Array.from(atob(chars), (char) => char.charCodeAt(0));
+    given.items.add(new File([bytes], name, { type }));
+  }
+  const options = { bubbles: true, cancelable: true };
+  document.querySelector("#text").dispatchEvent(kind === "paste"
+    ? new ClipboardEvent(kind, { clipboardData: given, ...options })
+    : new DragEvent(kind, { dataTransfer: given, ...options }));
+}"""
+
+
+async def give(page: Any, kind: str, name: str, content: bytes, media_type: str = "image/png") -> None:
+    """Drop or paste a file."""
+    await page.evaluate(FILES, [kind, [[name, media_type, base64.b64encode(content).decode()]]])
+
+
+async def test_pictures_of_a_turn(tmp_path: Path) -> None:
+    """Chosen, pasted, dropped, removed, sent in order and kept; what is no picture, too large to keep, or refused."""
+    pytest.importorskip("PIL")
+    red, blue = picture_file(30, 20), picture_file(40, 20)
+    calls = Calls(ready(cluster()), iter([says("a cat")]))
+    model = str(picture_model(tmp_path / "tiny-smolvlm"))
+    async with serving(AsyncClient(transport=calls), model=model) as (_, port), opened(port) as page:
+        waiting, turns = page.locator("#pictures img"), page.locator("#talk > article")
+        async with page.expect_file_chooser() as chooser:
+            await page.get_by_role("button", name="Add pictures").press("Enter")
+        await (await chooser.value).set_files([{"name": "red.png", "mimeType": "image/png", "buffer": red}])
+        await page.get_by_role("img", name="red.png").wait_for()
+        await give(page, "paste", "gone.png", blue)
+        await give(page, "drop", "blue.png", blue)
+        await page.get_by_role("img", name="blue.png").wait_for()
+        await page.get_by_role("button", name="Remove gone.png").click()
+        assert await waiting.count() == 2
+        for name, kind, content, told in (
+            ("notes.txt", "text/plain", b"hi", "notes.txt: only PNG, JPEG, WebP and GIF are pictures here."),
+            ("huge.png", "image/png", bytes(MAX_BYTES + 1), "huge.png has 4.0 MiB; a picture may have 4.0 MiB."),
+        ):
+            await give(page, "drop", name, content, kind)
+            await page.locator("#ask-problem", has_text=told).wait_for()
+        assert await waiting.count() == 2
+        await say(page, "What is it?")
+        assert await waiting.count() == 0
+        parts = calls.requests[-1].chat.messages[-1].parts
+        assert [part.picture.content or part.text for part in parts] == [red, blue, "What is it?"]
+        await page.set_viewport_size({"width": 390, "height": 800})
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        await page.reload()
+        shown = turns.nth(0).get_by_role("img")
+        assert [await shown.nth(at).get_attribute("alt") for at in (0, 1)] == ["red.png", "blue.png"]
+        assert await shown.nth(0).evaluate("image => image.decode().then(() => image.naturalWidth)") == 30
+
+        # A file that is no picture whatever its name says: the gateway's own words, and too large to keep.
+        await give(page, "drop", "noise.png", bytes(1 << 20))
+        await page.get_by_role("img", name="noise.png").wait_for()
+        await page.wait_for_function(
+            "(box => box.scrollHeight - box.scrollTop - box.clientHeight < 2)(document.querySelector('#scroll'))"
+        )  # the end stays in view while the composer grows
+        await page.press("#text", "Enter")
+        problem = await turns.nth(3).locator(".problem").text_content()
+        assert problem.startswith("HTTP 400")
+        assert "messages.2.content.0.image_url.url: the picture is none of PNG" in problem
+        assert "Too large to keep: noise.png" in await turns.nth(2).text_content()
+        assert len(calls.requests) == 1
+        await page.reload()
+        assert "noise.png was not kept" in await turns.nth(2).text_content()
+        assert await shown.count() == 2
+
+
+async def test_pictures_make_room_for_conversations() -> None:
+    """The oldest conversation's pictures go first, and no conversation with them. Other models are offered none."""
+    async with serving(ready(cluster()).async_client()) as (_, port), opened(port) as page:
+        await page.locator("#model option", has_text="tiny").wait_for(state="attached")
+        assert not await page.locator("#add-pictures").is_visible()
+        await give(page, "drop", "a.png", b"x")
+        await page.locator("#ask-problem", has_text="The served model takes no pictures.").wait_for()
+        kept = await page.evaluate(
+            """async () => {
+              const { save, saved } = await import("/page/conversations.js");
+              const url = `data:image/png;base64,${"A".repeat(900000)}`;
+              const told = [];
+              for (let at = 0; at < 7; at++) {
+                Date.now = () => at;
+                const pictures = [{ name: "a", url, kept: true }];
+                told.push(save({ id: `${at}`, turns: [{ role: "user", content: "hi", pictures }] }));
+              }
+              const has = ({ id, turns }) => [id, Boolean(turns[0].pictures[0].url)];
+              return [told, Object.fromEntries(saved().map(has))];
+            }"""
+        )
+        assert kept == [[True] * 7, {"0": False, "1": False} | {str(at): True for at in range(2, 7)}]
 
 
 async def test_cluster_and_requests() -> None:

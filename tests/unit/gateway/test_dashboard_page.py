@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from moonpool.base.pictures import limits
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor
 from moonpool.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS
@@ -26,6 +27,7 @@ async def test_page_comes_with_a_strict_policy(gateway: Answers) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     policy = dict(part.strip().partition(" ")[::2] for part in page.headers["content-security-policy"].split(";"))
     assert policy.pop("default-src") == "'none'"
+    assert policy.pop("img-src") == "'self' data:", "pictures that the page itself has read"
     assert set(policy.values()) <= {"'self'", "'none'"}
     assert page.headers["x-content-type-options"] == "nosniff"
 
@@ -69,6 +71,11 @@ def test_parts_that_scripts_use_are_in_the_page() -> None:
     }
     assert named <= set(re.findall(r'\sid="([\w-]+)"', page))
     assert f"MAX_CHARS = {MAX_MARKDOWN_CHARS};" in scripts
+    assert f"MAX_PICTURES = {limits.MAX_PICTURES};" in scripts
+    assert f"MAX_BYTES = {limits.MAX_BYTES >> 20} * MIB;" in scripts
+    assert f"MAX_TOGETHER_BYTES = {limits.MAX_TOGETHER_BYTES >> 20} * MIB;" in scripts
+    types = [f'"image/{name.lower()}"' for name in limits.FORMATS]
+    assert f"TYPES = [{', '.join(types)}];" in scripts
 
 
 async def html_of(gateway: Answers, text: str) -> str:

@@ -1,6 +1,7 @@
 """Over real sockets: what is no HTTP, too slow, too much or never read is answered or closed; and the drain."""
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections.abc import AsyncIterator
@@ -33,8 +34,9 @@ async def serving(client: AsyncClient | None = None, **changes: Any) -> AsyncIte
     config = settings(**changes)
     with ThreadPoolExecutor(1) as threads:
         app = make_gateway(client or ready(FakeConductor()).async_client(), config, threads, tokenizer())
-        async with http_serving(app, config) as running:
-            yield running
+        with contextlib.closing(app.state.pictures):
+            async with http_serving(app, config) as running:
+                yield running
 
 
 async def ask(port: int, *pieces: bytes) -> bytes:

@@ -275,6 +275,7 @@ async def test_priority_and_patience(gateway: Answers) -> None:
 
 async def test_models(gateway: Answers) -> None:
     card = {"id": "tiny", "object": "model", "created": 7, "owned_by": "moonpool", "max_model_len": MODEL_TOKENS}
+    card |= {"architecture": {"input_modalities": ["text"]}}
     assert (await gateway.http.get("/v1/models")).json() == {"object": "list", "data": [card]}
     assert (await gateway.http.get("/v1/models/tiny")).json() == card
     assert (await gateway.http.get("/v1/models/org/other")).status_code == 404

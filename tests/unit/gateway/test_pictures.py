@@ -1,13 +1,15 @@
 """Pictures in requests: from each API's form to the conductor, and what is refused before."""
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonpool.base.pictures.limits import MAX_BYTES, MAX_PICTURES
-from tests.pictures import picture_file
-from tests.unit.gateway.fakes import CHAT, Answers
+from moonpool.client.testing import FakeConductor
+from tests.pictures import picture_file, picture_model
+from tests.unit.gateway.fakes import CHAT, Answers, answering
 
 ASK = {"type": "text", "text": "What is it?"}
 
@@ -26,6 +28,15 @@ def image(url: str, **fields: Any) -> dict[str, Any]:
 
 def block(data: str) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+async def test_whether_the_model_takes_pictures_is_told(tmp_path: Path) -> None:
+    for model, kinds in (("tiny", ["text"]), (str(picture_model(tmp_path / "tiny-smolvlm")), ["text", "image"])):
+        async with answering(FakeConductor(), model=model) as gateway:
+            (card,) = (await gateway.http.get("/v1/models")).json()["data"]
+            assert card["architecture"] == {"input_modalities": kinds}
+            shown = (await gateway.http.post("/api/show", json={"model": "tiny"})).json()
+            assert ("vision" in shown["capabilities"]) == ("image" in kinds)
 
 
 @pytest.mark.parametrize("way", ["chat", "responses", "messages", "tool result", "ollama"])
