@@ -113,7 +113,7 @@ async def sending(
             goal = promised.target
             goal.decode.address = address  # as we reach it
             steps, following = pool.get(goal.decode), Tokens()
-            steps.subscribe(request_id, following)
+            steps.subscribe(request_id, following, goal)
             try:
                 async with await sender.open(goal) as transfer:
                     steps.start(request_id, goal, tokens[-1:])
