@@ -27,6 +27,8 @@ QUEUE_MESSAGES = 8192
 
 MAX_FORGOTTEN = 4096
 """Most cancels kept of a stream that broke; of more, the oldest are dropped, and decode's promises run out instead."""
+MAX_LOST = 1024
+"""Most instances without a stream for which cancels are kept: those that come under new names never ask for theirs."""
 WRITE_TIMEOUT_S = 10.0
 
 SILENCE_S = 1.0
@@ -379,6 +381,7 @@ class StepsPool:
         stream = self._streams.get((decode.id, decode.epoch))
         if stream is not None and not len(stream):
             stream.fail(StreamBroken(f"{decode.id} has left"))
+        self._forgotten.pop((decode.id, decode.epoch), None)
 
     def lost(self, decode: kv_pb2.Instance) -> None:
         """The instance is lost: sequences there fail now."""
@@ -393,3 +396,9 @@ class StepsPool:
         key = stream.decode.id, stream.decode.epoch
         if self._streams.get(key) is stream and not len(stream) and not stream.is_open:
             del self._streams[key]
+            cancels = self._forgotten.pop(key, None)
+            if cancels:
+                self._forgotten[key] = cancels  # the last to be dropped
+        lost = [other for other in self._forgotten if other not in self._streams]
+        for other in lost[: max(0, len(lost) - MAX_LOST)]:
+            del self._forgotten[other]

@@ -6,7 +6,7 @@ from typing import Any
 from moonpool.base.errors import MoonpoolError, StreamBroken
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.transport.send_queue import SendQueue
-from moonpool.conductor.decode_streams import NewTokens, StepsPool, StepsStream
+from moonpool.conductor.decode_streams import MAX_LOST, NewTokens, StepsPool, StepsStream
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.base.transport.fakes import DECODE as SERVICE
 from tests.unit.base.transport.fakes import FakeStreams, served
@@ -102,4 +102,21 @@ async def test_what_a_broken_stream_may_not_have_told_is_cancelled_on_the_next_o
         pool.get(there).open()
         await decode.until(lambda: len(decode.told) == 3)
         assert decode.told == ["hello conductor", "cancel unanswered", "cancel running"]
+        await pool.aclose()
+
+
+async def test_cancels_are_kept_of_so_many_lost_instances_and_of_none_that_has_left() -> None:
+    async with Channels() as channels:
+        pool, target = StepsPool(channels), kv_pb2.TransferTarget(transfer_id=7)
+        instances = [kv_pb2.Instance(id=f"decode-{n}", epoch=1, address="127.0.0.1:1") for n in range(MAX_LOST + 2)]
+        for instance in instances:
+            pool.get(instance).cancel("sequence", target)
+            pool.lost(instance)
+        pool.left(instances[-1])
+        fresh = pool.get(DECODE)
+        fresh.open()
+        for number, kept in ((0, 0), (1, 0), (2, 1), (MAX_LOST, 1), (MAX_LOST + 1, 0)):
+            stream = pool.get(instances[number])
+            stream.open()
+            assert stream.unsent == fresh.unsent + kept, f"instance {number}"
         await pool.aclose()
