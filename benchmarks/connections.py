@@ -28,7 +28,9 @@ KINDS = {"whole": 0.45, "streamed": 0.45, "left": 0.06, "bad": 0.04}
 TURNS, TURN_WORDS, ANSWER_TOKENS = 8, (5, 120), (1, 64)
 GROWTH, GROWTH_BYTES = 0.03, 4 << 20
 MOST_SAMPLES = 60
-NAMES_ITS_WAIT = re.compile(r"waited for|slow to take")
+KEEP_ALIVE_S = 10.0
+"""Below the gateway's 15 s, so that no request goes to a connection that is being closed."""
+NAMES_ITS_WAIT = re.compile(r"waited for|slow to take|no conductor has taken")
 Samples = list[list[int]]
 """Bytes of each watched process, sample by sample."""
 _NUMBERS = re.compile(r"\d+(\.\d+)?")
@@ -54,7 +56,9 @@ class Load:
     async def connection(self, draws: random.Random) -> None:
         """Ask over one connection until the time is over."""
         said: list[str] = []
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=3600.0)) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=KEEP_ALIVE_S)
+        ) as session:
             while True:
                 await asyncio.sleep(min(draws.expovariate(1.0 / self.pause_s), self.until - time.monotonic()))
                 if time.monotonic() >= self.until:
