@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -215,7 +214,7 @@ class BatchRunner:
 def _pauses() -> Iterator[float]:
     """Yield pauses that grow, without end; each a random part shorter, so that lines do not come back together."""
     for number in count():
-        yield min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(number, 10)) * (1.0 - random.random() / 2)
+        yield min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(number, 10)) * (1.0 - world.random_bits(32) / 2**33)
 
 
 def _answer(line: StoredLine, response: InProcessResponse) -> str:
