@@ -177,6 +177,7 @@ def config_hash(config: ModelConfig) -> bytes:
         fields = dataclasses.asdict(config)
         for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling", "answer_rules", "pooling"):
             del fields[name]
+        del fields["decoder"]["whole_pictures"]  # the family's, and of pictures alone, whose keys have their digests
         _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()

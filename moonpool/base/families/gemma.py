@@ -72,7 +72,7 @@ def _decoder3(fields: JsonFields) -> DecoderSpec:
     local = read_rope(fields, size, kind="sliding_attention")
     if fields.get("rope_local_base_freq") is not None:  # the old spelling, whose rope_scaling is for full layers only
         local = RopeSpec(fields.number("rope_local_base_freq"), size)
-    return windowed(fields, replace(plain, ropes=(decoder.ropes[0], local)), kinds)
+    return windowed(fields, replace(plain, ropes=(decoder.ropes[0], local), whole_pictures=True), kinds)
 
 
 def _decoder4(fields: JsonFields) -> DecoderSpec:

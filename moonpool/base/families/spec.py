@@ -341,6 +341,8 @@ class DecoderSpec:
     """
     per_layer_rows: int = 0
     """Rows in the stored table of embeddings for each layer."""
+    whole_pictures: bool = False
+    """Whether the tokens of a picture attend to all tokens of the picture, within a layer's window."""
     other: str = ""
     """For an architecture that transformers' own modelling code computes, a digest of config.json; layers then say the
     shape of KV alone.
