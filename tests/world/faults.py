@@ -178,8 +178,8 @@ class Faults:
                 stage.slowdown = drawn.uniform(*SLOWER)
                 self._back(service, seconds, stage.quicken)
             case "clock":
-                most = drawn.choice((SKEW_S, JUMP_S))
-                service.node.skew_s += drawn.uniform(-most, most)
+                jump = drawn.uniform(-1.0, 1.0)
+                service.node.skew_s += jump * (JUMP_S if abs(jump) > 0.5 else SKEW_S)
             case "full disk" | "broken disk" | "no memory":
                 assert disk is not None
                 disk.files.fault = DISK_FAULTS[kind]
