@@ -72,8 +72,8 @@ class RunningSequence:
 class FreeDecode:
     """Promises room to everyone; each step gives each started sequence a token."""
 
-    def __init__(self, instance: kv_pb2.Instance) -> None:
-        self._instance = instance
+    def __init__(self, instance: kv_pb2.Instance, step_s: float) -> None:
+        self._instance, self._step_s = instance, step_s
         self._transfers = itertools.count(1)
         self._promised: dict[str, RunningSequence] = {}
 
@@ -101,7 +101,7 @@ class FreeDecode:
 
     async def _steps(self, running: dict[str, RunningSequence], context: Any) -> None:
         while True:
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(self._step_s)
             for sequence in running.values():
                 sequence.position += 1
             tokens = [self._tokens(name, running) for name, sequence in list(running.items()) if sequence.due]
@@ -120,7 +120,7 @@ class FreeDecode:
 
 
 async def join(
-    stack: AsyncExitStack, channels: Channels, conductors: Sequence[str], kind: str, number: int
+    stack: AsyncExitStack, channels: Channels, conductors: Sequence[str], kind: str, number: int, step_s: float = STEP_S
 ) -> list[JoinAgent]:
     """Serve an engine and let the engine join all conductors until the stack closes."""
     served = Checkpoint.load(str(model_dir())).served()
@@ -131,7 +131,7 @@ async def join(
         service = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], FreePrefill()
     else:
         instance.kind = kv_pb2.INSTANCE_KIND_DECODE
-        service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], FreeDecode(instance)
+        service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], FreeDecode(instance, step_s)
     server = await stack.enter_async_context(serving("127.0.0.1:0", [service]))
     instance.address = server.address
     model = conductor_pb2.ModelInfo(
@@ -157,11 +157,12 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conductor", required=True, help="HOST:PORT, or several, separated by commas")
     parser.add_argument("--each", type=int, default=4, help="instances of each kind")
+    parser.add_argument("--step-s", type=float, default=STEP_S, help="seconds from token to token")
     options = parser.parse_args()
     async with AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         for kind, number in itertools.product(("prefill", "decode"), range(options.each)):
-            for agent in await join(stack, channels, options.conductor.split(","), kind, number):
+            for agent in await join(stack, channels, options.conductor.split(","), kind, number, options.step_s):
                 await agent.joined.wait()
         print(f"ready: {options.conductor}", flush=True)
         await asyncio.Event().wait()

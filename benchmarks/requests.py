@@ -96,13 +96,13 @@ def cost(url: str, clocks: Sequence[Callable[[], float]], options: argparse.Name
 
 
 @contextlib.contextmanager
-def moonpool(conductors: int) -> Iterator[tuple[str, list[Child]]]:
+def moonpool(conductors: int, *engine_flags: str) -> Iterator[tuple[str, list[Child]]]:
     """Conductors, engines and a gateway; gives the gateway's URL, the gateway and the conductors."""
     usual = ("--model", str(model_dir()), "--listen", f"{HOST}:0", "--log-level", "warning")
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(child("moonpool.conductor", *usual)) for _ in range(conductors)]
         addresses = ",".join([conductor.address for conductor in running])
-        stack.enter_context(child("benchmarks.conductor_engines", "--conductor", addresses))
+        stack.enter_context(child("benchmarks.conductor_engines", "--conductor", addresses, *engine_flags))
         flags = ("--conductor", addresses, "--served-model-name", MODEL)
         gateway = stack.enter_context(child("moonpool.gateway", *usual, *flags))
         yield f"http://{gateway.address}", [gateway, *running]

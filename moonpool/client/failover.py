@@ -146,7 +146,7 @@ def remaining_s(deadline: float) -> float:
     """
     left = deadline - loop_time()
     if left <= 0:
-        raise DeadlineExceeded("the time for this call has passed")
+        raise DeadlineExceeded("the time for this call has passed, and no conductor has taken the call")
     return left
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -11,7 +12,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from moonpool.base import world
-from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.base.rpc.call_carrier import CarryingChannel
 from moonpool.base.rpc.channels import check_health
 from moonpool.base.rpc.connection_monitor import ConnectionMonitor
@@ -34,6 +35,7 @@ GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 Response = TypeVar("Response", bound=Message)
+_Answered = Callable[[Callable[[], object], Awaitable[Any]], Awaitable[Any]]
 
 
 class ConductorTransport(Protocol):
@@ -92,18 +94,19 @@ class GrpcTransport:
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key)
-        return _GrpcCall(call, self._answered)
+        late = f"the call's {timeout_s:.3g} s are over; the client waited for the conductor's next message"
+        return _GrpcCall(call, partial(self._answered, late))
 
     async def query(self, request: Message, timeout_s: float) -> Any:
-        call = getattr(self._stub(), type(request).__name__.removesuffix("Request"))(
-            request, timeout=timeout_s, metadata=self._key
-        )
-        return await self._answered(call.cancel, call)
+        method = type(request).__name__.removesuffix("Request")
+        call = getattr(self._stub(), method)(request, timeout=timeout_s, metadata=self._key)
+        late = f"the call's {timeout_s:.3g} s are over; the client waited for the conductor's answer to {method}"
+        return await self._answered(late, call.cancel, call)
 
-    async def _answered(self, give_up: Callable[[], object], answer: Awaitable[Response]) -> Response:
+    async def _answered(self, late: str, give_up: Callable[[], object], answer: Awaitable[Response]) -> Response:
         """As `_await_answer`; a connection that certificates prevent raises NotTrusted, with the cause."""
         try:
-            answered = await _await_answer(self._monitor, give_up, answer)
+            answered = await _await_answer(self._monitor, late, give_up, answer)
         except NotConnected:
             if not self._reached and (cause := await tls_trouble(self._address, self._tls)):
                 raise NotTrusted(cause) from None
@@ -142,7 +145,7 @@ class GrpcTransport:
 class _GrpcCall:
     """A call of Generate. An iterator, not a generator: an abandoned iterator needs no cleanup by the event loop."""
 
-    def __init__(self, call: Any, answered: Callable[[Callable[[], object], Awaitable[Any]], Awaitable[Any]]) -> None:
+    def __init__(self, call: Any, answered: _Answered) -> None:
         self._call = call
         self._answered = answered
 
@@ -160,9 +163,15 @@ class _GrpcCall:
 
 
 async def _await_answer(
-    monitor: ConnectionMonitor, give_up: Callable[[], object], answer: Awaitable[Response]
+    monitor: ConnectionMonitor, late: str, give_up: Callable[[], object], answer: Awaitable[Response]
 ) -> Response:
     """Wait for a call's answer.
+
+    Args:
+        monitor: notices a silent conductor.
+        late: what is said if the call's own time ends.
+        give_up: ends the call.
+        answer: the answer, or the next message.
 
     Raises:
         NotConnected: the conductor is silent.
@@ -172,7 +181,7 @@ async def _await_answer(
         try:
             return await answer
         except grpc.aio.AioRpcError as error:
-            raise moonpool_error(error) from None
+            raise moonpool_error(error, late) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if waiting.lost and not (task is not None and task.cancelling()):
@@ -180,11 +189,16 @@ async def _await_answer(
             raise
 
 
-def moonpool_error(error: grpc.RpcError) -> MoonpoolError:
-    """The Moonpool error for a failed call. UNAVAILABLE from other than a Moonpool service is `NotConnected`."""
+def moonpool_error(error: grpc.RpcError, late: str) -> MoonpoolError:
+    """The Moonpool error for a failed call. UNAVAILABLE from other than a Moonpool service is `NotConnected`.
+
+    gRPC's own words for a call that took too long tell nothing; `late` is said in their place.
+    """
     ours = from_rpc_error(error)
     metadata: Any = (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ()
     answered = any(key == DETAIL_KEY for key, _ in metadata)
     if isinstance(ours, Unavailable) and not answered:
         return NotConnected(ours.message)
+    if isinstance(ours, DeadlineExceeded) and not answered:
+        return DeadlineExceeded(late)
     return ours

@@ -1,20 +1,21 @@
-"""A cached view of the cluster: at most one conductor query a second, for which requests do not wait."""
+"""A cached view of the cluster: at most one conductor query a second, for which requests do not wait.
+
+A request needs the model and its limits, which rarely change, and asks the conductor itself. So a request goes on with
+the state before, however old, while the conductor is late or lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.client import AsyncClient, ClusterState
 
 MAX_AGE_S = 1.0
 QUERY_TIMEOUT_S = 5.0
 LATE_S = 0.2
 """Seconds that a request waits for a newer state than the one that is known."""
-STALE_S = 60.0
-"""Age up to which a state serves requests while the conductor does not answer a new query: model and limits rarely
-change, and a request asks the conductor itself."""
 
 
 class ClusterStateCache:
@@ -29,13 +30,13 @@ class ClusterStateCache:
         self._query: asyncio.Task[ClusterState] | None = None
 
     async def state(self) -> ClusterState:
-        """The cluster for a request: mostly `MAX_AGE_S` old at most, `STALE_S` while the conductor is late or lost.
+        """The cluster for a request: mostly `MAX_AGE_S` old at most, older while the conductor is late or lost.
 
         Raises:
-            MoonpoolError: the conductor does not answer, or no engine instance has ever joined.
+            MoonpoolError: the conductor has never answered, or no engine instance has ever joined.
         """
         last = self._last
-        if last is None or self._age_s > STALE_S:
+        if last is None:
             return await self.state_now()
         if self._age_s <= MAX_AGE_S:
             return _with_model(last)
@@ -73,7 +74,10 @@ class ClusterStateCache:
 
     async def _ask(self) -> ClusterState:
         own = asyncio.current_task()
-        state = await self._client.cluster_state(timeout_s=QUERY_TIMEOUT_S)
+        try:
+            state = await self._client.cluster_state(timeout_s=QUERY_TIMEOUT_S)
+        except DeadlineExceeded as error:  # the gateway's limit for its own question: the client's time is not over
+            raise Unavailable(f"{error.message}, how the cluster is") from None
         if self._query is own:  # else what was asked for has been forgotten meanwhile
             self._last, self._answered_at = state, self._clock()
         return state

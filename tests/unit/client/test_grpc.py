@@ -116,7 +116,7 @@ def test_calls_errors_cancelling_and_deadlines(dial: Dial) -> None:
         for _ in client.stream(prompt="hold"):
             break
         assert scripted.cancelled.wait(WAIT_S)
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match="s are over; the client waited for the conductor's"):
             client.generate(prompt="hold", timeout_s=0.2)
 
 

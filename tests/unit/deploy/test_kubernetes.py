@@ -44,6 +44,9 @@ def templates(manifest: Manifest) -> Iterator[Manifest]:
         case "DisaggregatedSet":
             for role in manifest["spec"]["roles"]:
                 yield role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        case "LeaderWorkerSet":
+            group = manifest["spec"]["leaderWorkerTemplate"]
+            yield from (group["leaderTemplate"], group["workerTemplate"])
 
 
 def pods(overlay: str) -> list[Manifest]:
@@ -120,7 +123,9 @@ def test_probes_ask_what_answers_and_a_drain_ends_before_the_pod(overlay: str) -
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_find_pods_and_ports(overlay: str) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(overlay)]
-    ports = {port["name"] for pod in pods(overlay) for item in pod["spec"]["containers"] for port in item["ports"]}
+    ports = {
+        port["name"] for pod in pods(overlay) for item in pod["spec"]["containers"] for port in item.get("ports", ())
+    }
     for manifest in manifests(overlay):
         spec = manifest.get("spec", {})
         wanted = {
@@ -196,6 +201,25 @@ def test_engines_of_the_nvidia_overlay_have_a_gpu() -> None:
     for container in engines:
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
         assert getattr(settings("nvidia", container), "device") == "cuda"  # noqa: B009
+
+
+def test_hosts_of_a_group_are_ranks_of_one_engine_and_the_leader_alone_is_found() -> None:
+    (group,) = [item["spec"] for item in manifests("vllm-hosts") if item["kind"] == "LeaderWorkerSet"]
+    (pool,) = [item["spec"] for item in manifests("vllm-hosts") if item["kind"] == "InferencePool"]
+    assert not any(item["metadata"]["name"] == "moonpool-vllm" and item["kind"] == "Deployment"
+                   for item in manifests("vllm-hosts"))  # fmt: skip
+    ranks = []
+    for template in (group["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")):
+        leads = pool["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        engine, *beside = template["spec"]["containers"]
+        assert bool(beside) == leads == ("--headless" not in engine["args"])
+        given = dict(argument.partition("=")[::2] for argument in engine["args"])
+        ranks.append({name: given[name] for name in ("--nnodes", "--node-rank", "--master-addr", "--block-size",
+                      "--tensor-parallel-size", "--pipeline-parallel-size")})  # fmt: skip
+        gpus = engine["resources"]["limits"]["nvidia.com/gpu"]
+        assert given["--tensor-parallel-size"] == gpus
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["--node-rank"] == "$(LWS_WORKER_INDEX)"
 
 
 def test_every_command_is_a_service() -> None:

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from google.protobuf.message import Message
 
-from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
-from moonpool.gateway.serving.cluster_state import MAX_AGE_S, STALE_S, ClusterStateCache
+from moonpool.gateway.serving.cluster_state import MAX_AGE_S, ClusterStateCache
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.gateway.test_client_disconnect import Holding
 
@@ -78,11 +78,19 @@ async def test_requests_go_on_with_the_state_before_while_the_conductor_is_late(
     with pytest.raises(Unavailable, match="gone"):
         await looking
     assert await cluster.state() is before
-    now[0] += STALE_S
-    with pytest.raises(Unavailable, match="gone"):
-        await cluster.state()
+    now[0] += 3600.0
+    assert await cluster.state() is before, "a request asks the conductor itself"
     asked.error = None
     assert await cluster.state() is not before
+
+
+async def test_a_conductor_that_is_late_from_the_start_is_named_and_may_be_asked_again() -> None:
+    """503, not 504: what is over is the time of the gateway's own question."""
+    asked = Asked()
+    asked.go.set()
+    asked.error = DeadlineExceeded("the client waited for the conductor's answer to ClusterState")
+    with pytest.raises(Unavailable, match="waited for the conductor's answer to ClusterState, how the cluster is"):
+        await ClusterStateCache(AsyncClient(transport=asked), lambda: 0.0).state()
 
 
 async def test_what_was_asked_before_a_change_is_not_kept() -> None:
