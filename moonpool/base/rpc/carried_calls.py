@@ -263,6 +263,10 @@ class _CarriedContext:
         self._status = code, details, detail
         raise grpc.aio.AbortError(details)
 
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Call back with this context when the call is over."""
+        self.task.add_done_callback(lambda _: callback(self))
+
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata
 
