@@ -22,12 +22,12 @@ import pytest
 
 from moonpool.base.bundled import model_dir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 RAY = ROOT / ".engines/ray/bin/python"
 NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 TOKENS = 400
-START_S, END_S = 240.0, 420.0
+START_S, END_S = 480.0, 420.0
 LIMIT_MINUTES = 5
 """Of the job. Slurm signals 150 s before its end, or up to 60 s earlier."""
 STARTED_ON_RAY = """
