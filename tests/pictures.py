@@ -195,6 +195,44 @@ def hybrid_model(folder: Path) -> Path:
     return _renamed(stacked_model(folder), "Qwen3_5ForConditionalGeneration", "qwen3_5", text, vision)
 
 
+SQUARE, SQUARE_ROWS, WINDOW = 64, 16, 12
+"""Pixels of a picture's side, rows of the encoder, and tokens that layers see, fewer than a picture has."""
+SQUARE_PROCESSOR: dict[str, Any] = {
+    **{
+        name: value
+        for name, value in PROCESSOR.items()
+        if name not in ("do_image_splitting", "max_image_size", "do_pad")
+    },
+    "image_processor_type": "Gemma3ImageProcessor",
+    "do_pan_and_scan": None,
+    "resample": 2,
+    "size": {"height": SQUARE, "width": SQUARE},
+}
+SQUARE_TEMPLATE = CELL_TEMPLATE.replace("[IMG]", "<start_of_image>")
+
+
+def square_model(folder: Path) -> Path:
+    """Write a tiny model in the shape of Gemma 3, without the weights: tokens of a picture see all of the picture."""
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": SQUARE, "patch_size": 8, "vision_use_head": False,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = {
+        "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"sliding_attention": rope, "full_attention": {**rope, "rope_theta": 1e6}},
+    }  # fmt: skip
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": vision,
+        "text_config": text, "mm_tokens_per_image": SQUARE_ROWS,
+    }  # fmt: skip
+    marks = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    special = ["[INST]", "[/INST]", *marks, "<end_of_utterance>"]
+    further = {"image_seq_length": SQUARE_ROWS, "processor_class": "Gemma3Processor"}
+    return _written(folder, special, "<image_soft_token>", config, SQUARE_PROCESSOR, further, SQUARE_TEMPLATE)
+
+
 def _renamed(folder: Path, name: str, kind: str, text: dict[str, Any], vision: dict[str, Any]) -> Path:
     """The folder as a model of another name, with other fields."""
     file = folder / "config.json"
@@ -288,7 +326,9 @@ class PictureReference:
         self._template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
         self._mark = str(self._tokenizer.id_to_token(self.model.config.image_token_id))
         kind = self.model.config.model_type
-        kinds = {"mistral3": self._cells, "internvl": self._arranged}
+        if kind == "gemma3":
+            self._mark = "<start_of_image>"
+        kinds = {"mistral3": self._cells, "internvl": self._arranged, "gemma3": self._square}
         self._shown = kinds.get(kind, self._patches if kind.startswith("qwen") else self._squares)
 
     def text_of(self, messages: Sequence[Message]) -> str:
@@ -346,6 +386,15 @@ class PictureReference:
         given = dict(processor(images, return_tensors="pt"))
         return ["<|image_pad|>" * (int(grid.prod()) // 4) for grid in given["image_grid_thw"]], given
 
+    def _square(self, images: list[Any], *, low: bool) -> tuple[list[str], dict[str, Any]]:
+        del low
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        processor: Any = Gemma3ImageProcessorPil(**SQUARE_PROCESSOR)
+        given = dict(processor(images, return_tensors="pt"))
+        shown = f"\n\n<start_of_image>{'<image_soft_token>' * SQUARE_ROWS}<end_of_image>\n\n"
+        return [shown] * int(given.pop("num_crops").shape[0]), given
+
     def _cells(self, images: list[Any], *, low: bool) -> tuple[list[str], dict[str, Any]]:
         assert not low, "transformers has no such word"
         from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -366,5 +415,7 @@ class PictureReference:
         kinds = {}
         if "image_grid_thw" in inputs:
             kinds["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+        if self.model.config.model_type == "gemma3":
+            kinds["token_type_ids"] = (ids == self.model.config.image_token_id).int()
         with torch.inference_mode():
             return self.model(**{**inputs, **kinds, "input_ids": ids}).logits[0, -len(answer) - 1 :]

@@ -1,7 +1,8 @@
 """Mutation runs: `python -m tools.mutants` changes one operator, condition or statement at a time and runs the tests.
 
-The modules are those that verify KV, keep leases, resume streams, keep tenants apart, and sync disks. A mutant is
-noticed if a test fails or hangs. Each mutant is tried in a copy of the tree, so that child processes run it, too.
+The modules are those that verify KV, keep leases, resume streams, keep tenants apart, sync disks, share work by turns
+of tenants, bound what a peer may cost, and read what comes from elsewhere. A mutant is noticed if a test fails or
+hangs. Each mutant is tried in a copy of the tree, so that child processes run it, too.
 Mutants and their order follow from the seed.
 
 Only unit tests that run the changed line are tried. They come from files that import the module, directly or by way of
@@ -83,6 +84,38 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.gateway.serving.budgets",
         "moonpool.kvstore.eviction.retention",
         "moonpool.kvstore.eviction.tenants",
+    ),
+    "turns": (
+        "moonpool.base.runtime.tenant_turns",
+        "moonpool.conductor.picker_body",
+        "moonpool.gateway.serving.client_watch",
+        "moonpool.gateway.serving.markdown",
+        "moonpool.gateway.serving.merged_stream",
+        "moonpool.gateway.serving.tokenizer",
+    ),
+    "bounds": (
+        "moonpool.base.checkpoint.token_bytes",
+        "moonpool.base.json_parts",
+        "moonpool.base.malloc",
+        "moonpool.base.rpc.messages",
+        "moonpool.base.rpc.peer_calls",
+        "moonpool.base.telemetry.metrics_server",
+        "moonpool.gateway.serving.body_limits",
+        "moonpool.gateway.serving.body_reader",
+        "moonpool.interop.adapter.checked_client",
+        "moonpool.interop.indexer.slow_clients",
+    ),
+    "elsewhere": (
+        "moonpool.base.checkpoint.template_sandbox",
+        "moonpool.base.kv.media",
+        "moonpool.base.native.build",
+        "moonpool.base.pictures.file_process",
+        "moonpool.base.pictures.files",
+        "moonpool.base.runtime.core_classes",
+        "moonpool.base.runtime.core_codec",
+        "moonpool.base.runtime.journal",
+        "moonpool.cli.running_stacks",
+        "moonpool.gateway.serving.picture_fetch",
     ),
     "sync": (
         "moonpool.kvstore.ssd.files",

@@ -329,6 +329,8 @@ def _read_prompt(
                 raise InvalidRequest(field, f"{served.name} takes no pictures: {rule}")
             check_pictures(field, pictures)
             chat = render_chat(message.chat, served.tokenizer)
+            if not isinstance(rule, str) and rule.written is not None:
+                chat = chat.with_text(*rule.written)
             _check_longer(field, chat.text, served)
             tokens = array("i", served.tokenizer.encode_chat(chat))
             if not isinstance(rule, str):

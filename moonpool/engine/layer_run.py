@@ -1,15 +1,17 @@
 """The mode that gives layers to the compute stream, one by one or together, and then samples the tokens."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
-from moonpool.base.scheduling.steps import LayerDone, Step
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.kv_gate import StepState
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
 from moonpool.engine.models.stage import SAMPLED
+from moonpool.engine.models.whole_pictures import PictureRows, with_rests
 from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
@@ -21,13 +23,16 @@ class LayerRun(RunMode):
     """Computes any step, on any device, with KV gates and events for each layer."""
 
     def begin(self, step: Step, masks: PendingMasks | None) -> StepRun:
-        parts = [(part.token_ids, part.start, part.block_table) for part in step.sequences]
-        full_hits = [index for index, part in enumerate(step.sequences) if part.full_hit]
+        sequences, pictures = self._with_rests(step)
+        parts = [(part.token_ids, part.start, part.block_table) for part in sequences]
+        full_hits = [index for index, part in enumerate(sequences) if part.full_hit]
         memory = self._stage.platform.memory
         packed = PackedBatch.build(parts, memory.block_size, full_hits=full_hits, slot_of=memory.slot_of)
-        self._add_loras(step, packed)
-        self._add_rope_positions(step, packed)
-        return StepRun(step, packed, masks, self._last_rows(step), self._stage.model.layer_begin, step.steps - 1)
+        packed.pictures = pictures
+        self._add_loras(sequences, packed)
+        self._add_rope_positions(sequences, packed)
+        last_rows = self._last_rows(sequences)
+        return StepRun(step, packed, masks, last_rows, self._stage.model.layer_begin, step.steps - 1)
 
     def advance(self, run: StepRun, tokens: list[int]) -> None:
         if run.sampler is not None:  # the first rank's
@@ -139,13 +144,18 @@ class LayerRun(RunMode):
             ranks.tell([int(goes_on)])
         return goes_on
 
-    def _last_rows(self, step: Step) -> list[int] | None:
+    def _with_rests(self, step: Step) -> tuple[Sequence[SequenceStep], Sequence[PictureRows]]:
+        """Return the sequences whose rows are computed, and rows whose attention is that of whole pictures."""
+        if self._stage.model.config.decoder.whole_pictures and any(part.media for part in step.sequences):
+            return with_rests(step.sequences, self._stage.platform.memory.block_size)
+        return step.sequences, ()
+
+    def _last_rows(self, sequences: Sequence[SequenceStep]) -> list[int] | None:
         """Return each sequence's number of last rows that are needed after the last layer; None: all rows."""
         if not self._stage.model.is_last:
             return None
         return [
-            len(part.token_ids) // 4 if part.scored is not None else int(part.sample is not None)
-            for part in step.sequences
+            len(part.token_ids) // 4 if part.scored is not None else int(part.sample is not None) for part in sequences
         ]
 
     # --- in the stream ---------------------------------------------------------------------------------------------
@@ -158,7 +168,7 @@ class LayerRun(RunMode):
         encoder, begins = self._stage.model.pictures, run.left == run.step.steps - 1
         if begins and any(part.media for part in run.step.sequences):
             assert encoder is not None, "requests with pictures are refused elsewhere"
-            encoder.place(run.hidden, run.step.sequences, run.batch)
+            encoder.place(run.hidden, self._with_rests(run.step)[0], run.batch)
 
     def _compute_layers(
         self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None

@@ -21,8 +21,8 @@ class NativeRun(RunMode):
         # As left by the step before: native code begins with each sequence's next token.
         parts = [(part.token_ids, part.start - 1, part.block_table) for part in step.sequences]
         packed = PackedBatch.build(parts, self._stage.platform.memory.block_size)
-        self._add_loras(step, packed)
-        self._add_rope_positions(step, packed)
+        self._add_loras(step.sequences, packed)
+        self._add_rope_positions(step.sequences, packed)
         run = StepRun(step, packed, masks, None, self._stage.model.layer_begin, step.steps - 1)
         run.sampler = StepSampler(self._stage.model, step, self._stage.kv_gates.dropped(step.step_id))
         run.sampler.set_previous(packed.arrays["token_ids"].tolist())

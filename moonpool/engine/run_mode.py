@@ -6,11 +6,11 @@ the stream has computed the tensor.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from moonpool.base.scheduling.steps import Step
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent, StageTokens
@@ -102,16 +102,16 @@ class RunMode(ABC):
         self._stage.platform.memory.finish_step(report, aborted=not done)
         return following
 
-    def _add_rope_positions(self, step: Step, packed: PackedBatch) -> None:
+    def _add_rope_positions(self, sequences: Sequence[SequenceStep], packed: PackedBatch) -> None:
         """Give the batch the positions by which RoPE turns, where these are not the tokens' places."""
         encoder = self._stage.model.pictures
-        if encoder is not None and any(part.rope_shift or part.media for part in step.sequences):
-            encoder.set_positions(packed, step.sequences)
+        if encoder is not None and any(part.rope_shift or part.media for part in sequences):
+            encoder.set_positions(packed, sequences)
 
-    def _add_loras(self, step: Step, packed: PackedBatch) -> None:
+    def _add_loras(self, sequences: Sequence[SequenceStep], packed: PackedBatch) -> None:
         """Give a step's batch the sequences' adapters, if there are any."""
-        if any(sequence.lora for sequence in step.sequences):
-            loras = [self._stage.loras[sequence.lora] if sequence.lora else None for sequence in step.sequences]
+        if any(sequence.lora for sequence in sequences):
+            loras = [self._stage.loras[sequence.lora] if sequence.lora else None for sequence in sequences]
             packed.loras = BatchLoras(loras, packed.query_start.tolist(), "cpu")
 
     def _cpu_share(self, run: StepRun, times: StepStart, steps: int = 1) -> float:

@@ -20,6 +20,8 @@ SDK: tuple[Interface, ...] = ("stream", "generate")
 INTERFACES: Mapping[Interface, int] = {
     "stream": 5, "generate": 2, "completions": 3, "chat": 3, "responses": 1, "messages": 1,
 }  # fmt: skip
+BATCHES: tuple[Interface, ...] = ("completions", "chat")
+"""Interfaces of batches."""
 CHATS: tuple[Interface, ...] = ("chat", "responses", "messages")
 TEXTS: tuple[Interface, ...] = ("responses", "messages")
 """Interfaces that tell no tokens: their answers are greedy, and compared as text."""
@@ -212,12 +214,19 @@ class Asks:
         numbers = random.Random(f"document {self.seed} {tenant if which else ''} {which}")
         return [numbers.randrange(8, 250) for _ in range(LONGEST)]
 
-    def next(self) -> Ask:
-        """The next request."""
+    def batch(self, tenant: str, interface: Interface) -> list[Ask]:
+        """The lines of a batch."""
+        lines = [
+            self.next(interface) for _ in range(random.Random(f"batch {self.seed} {self._number}").randrange(2, 7))
+        ]
+        return [replace(line, tenant=tenant, streamed=False, ending="stay") for line in lines]
+
+    def next(self, interface: Interface | None = None) -> Ask:
+        """The next request, over some interface or this one."""
         number = self._number
         self._number += 1
         drawn = random.Random(f"ask {self.seed} {number}")
-        interface = _weighed(drawn, INTERFACES)
+        interface = interface or _weighed(drawn, INTERFACES)
         features = [each for each in OF[interface] if self.computes or each in EMULATED]
         feature = _weighed(drawn, {each: FEATURES[each] for each in features})
         ask = Ask(number, drawn.choice(TENANTS), interface, feature, self._how(drawn, interface, feature))

@@ -195,7 +195,7 @@ def _read(ask: Ask, exchange: Exchange, outcome: Outcome) -> None:
         return
     if not ask.streamed:
         if exchange.whole:
-            _read_whole(ask, exchange.answer, outcome)
+            read_answer(ask, exchange.answer, outcome)
         return
     for event in exchange.events:
         if "error" in event or event.get("type") in ("error", "response.failed"):
@@ -259,7 +259,8 @@ def _told(interface: Interface, choice: dict[str, Any]) -> list[ToldLogprobs]:
     return list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True))
 
 
-def _read_whole(ask: Ask, answer: dict[str, Any], outcome: Outcome) -> None:
+def read_answer(ask: Ask, answer: dict[str, Any], outcome: Outcome) -> None:
+    """Note a whole answer over HTTP, which came in order."""
     if ask.feature == "tools":
         outcome.arguments = list(tool_arguments(ask.interface, answer))
     match ask.interface:

@@ -26,9 +26,12 @@ class Exchange:
         whole: the response has come to its end.
     """
 
-    def __init__(self, method: str, path: str, body: dict[str, Any] | None, key: str = "") -> None:
-        """Take a body, or None for none, and an API key."""
-        content = b"" if body is None else json.dumps(body).encode()
+    def __init__(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, key: str = "", boundary: str = ""
+    ) -> None:
+        """Take a body, or the bytes of a form with a boundary, or None; and an API key."""
+        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        kind = f"multipart/form-data; boundary={boundary}" if isinstance(body, bytes) else "application/json"
         self.status = 0
         self.content = b""
         self.ended = asyncio.Event()
@@ -37,7 +40,7 @@ class Exchange:
         self._reads.set()
         self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._received.put_nowait({"type": "http.request", "body": content, "more_body": False})
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        headers = [(b"host", b"localhost"), (b"content-type", kind.encode())]
         if key:
             headers.append((b"authorization", f"Bearer {key}".encode()))
         self.scope: dict[str, Any] = {
@@ -132,9 +135,11 @@ class Gateway:
             self._app.set_result(app)
             await self._stopping.wait()
 
-    async def ask(self, method: str, path: str, body: dict[str, Any] | None = None, key: str = "") -> Exchange:
+    async def ask(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, key: str = "", boundary: str = ""
+    ) -> Exchange:
         """Begin a request. A dead gateway takes none: its end has come at once."""
-        exchange = Exchange(method, path, body, key)
+        exchange = Exchange(method, path, body, key, boundary)
         if self.node.dead:
             exchange.lose()
             return exchange

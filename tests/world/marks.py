@@ -70,6 +70,8 @@ OF_CLIENTS = (
     "a context is used",
     "a store's value is deleted",
     "a store's value is read",
+    "a batch is complete",
+    "a batch goes on in another life of the gateway",
 )
 OF_BOTH = ("a whole prompt is computed at decode",)
 """Of instances in the role both."""
@@ -97,6 +99,7 @@ SOON = (
     "a context is used",
     "a store's value is deleted",
     "a store's value is read",
+    "a batch is complete",
 )
 """Marks that a few short storms meet."""
 

@@ -44,6 +44,7 @@ from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.transport import fault_injection
 from moonpool.client import AsyncClient, SamplingParams
 from tests.world.asks import (
+    BATCHES,
     FEATURES,
     FLOODING,
     OF,
@@ -56,6 +57,7 @@ from tests.world.asks import (
     Flood,
     Interface,
 )
+from tests.world.batches import Batch
 from tests.world.clients import TIMEOUT_S, Answer, Outcome, ask_http, ask_sdk, is_sdk, use_stores
 from tests.world.cluster import MODEL, STORE_PORT, Cluster, Service, Simulation
 from tests.world.disk import Disk
@@ -180,6 +182,7 @@ class Storm:
                 service.disk = Disk(folder / service.name, f"{plan.seed} {service.name}")
             elif plan.rerun:
                 service.journals = folder / "journals"
+        self._batches = folder / "batches"
         self._drawn = drawn
         self._asks = Asks(plan.seed, plan.computes)
         self._keys = {tenant: f"key of {tenant}" for tenant in (*TENANTS, FLOODING)}
@@ -200,6 +203,7 @@ class Storm:
         keys = self._folder / "keys"
         keys.write_text("".join(f"sha256:{hash_key(key)} {name}\n" for name, key in self._keys.items()))
         flags = ["--api-keys", str(keys), "--set", f"body_memory_bytes={BODY_MEMORY}"]
+        flags += ["--set", f"batch_dir={self._batches}"]
         self._gateway = Gateway(self._simulation, self.cluster.addresses, str(self._model), flags)
         fault_injection.corruptor = fault_injection.FrameCorruptor(self.plan.corrupt, self.plan.seed)
         async with AsyncClient(self.cluster.addresses, timeout_s=TIMEOUT_S) as client:
@@ -285,6 +289,8 @@ class Storm:
                 self._spawn(self._delete(f"gone{len(self._work)}"))
             elif draw < 0.1:
                 self._spawn(self._use_new_context(self._drawn.choice(TENANTS)))
+            elif draw < 0.13:
+                self._spawn(self._run_batch(self._drawn.choice(TENANTS)))
             else:
                 self._spawn(self._ask(self._asks.next()))
 
@@ -365,6 +371,20 @@ class Storm:
         except (Unavailable, Overloaded, DeadlineExceeded) as error:
             self.story.append(f"{self._now():.6f} a deleted context of {tenant}: {error}")
 
+    async def _run_batch(self, tenant: str) -> None:
+        """Each line of a batch is answered once, whatever happens to the gateway."""
+        asks = self._asks.batch(tenant, self._drawn.choice(BATCHES))
+        outcomes = [Outcome(ask, self._now(), place=len(self._outcomes) + place) for place, ask in enumerate(asks)]
+        self._outcomes += outcomes
+        batch = Batch(self._gateway, self._batches / "files", self._keys[tenant])
+        await batch.run(outcomes, self._now)
+        if batch.fault:
+            self.bad.append(f"a batch of {tenant} from {outcomes[0].begin:.3f} s: {batch.fault}")
+        else:
+            self.marks.meet("a batch is complete")
+        if batch.lives:
+            self.marks.meet("a batch goes on in another life of the gateway")
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
@@ -388,7 +408,7 @@ class Storm:
         except AssertionError as error:
             self.bad.append(str(error))
         asks = list(self._each())
-        outcomes = await asyncio.gather(*(self._ask(ask) for ask in asks))
+        _, *outcomes = await asyncio.gather(self._run_batch(TENANTS[0]), *(self._ask(ask) for ask in asks))
         for outcome in outcomes:
             if outcome.ended != "complete":
                 self.bad.append(f"in the calm: {outcome.ask}: {outcome.ended} {outcome.error}")

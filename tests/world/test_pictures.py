@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, InvalidRequest, Message, MessagePart, Picture, SamplingParams
-from tests.pictures import PictureReference, add_weights, patch_model, picture_file, picture_model
+from tests.pictures import PictureReference, add_weights, patch_model, picture_file, picture_model, square_model
 from tests.world.cluster import Cluster, Simulation
 from tests.world.process import in_new_process
 
@@ -15,7 +15,6 @@ BLOCK = 16
 SIZE = ("--block-size", str(BLOCK), "--set", "blocks=256")
 FLAGS = {
     "conductor": ["--set", "decode_prompt_tokens=0"],
-    "prefill": [*SIZE, "--max-num-batched-tokens", "64"],
     "decode": [*SIZE, "--speculative", "ngram", "--set", "preempt_every=7", "--set", "preemption=recompute"],
 }
 GREEDY = SamplingParams(max_tokens=BLOCK + 5, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -45,9 +44,10 @@ def check(reference: PictureReference, messages: list[Message], result: Generate
             assert abs(token.logprob - float(right)) < ERROR
 
 
-async def check_answers(simulation: Simulation, folder: Path) -> None:
-    """Chunks of 64 tokens, guesses, and sequences that are given up and computed again."""
-    reference, cluster = PictureReference(folder), Cluster(simulation, {}, FLAGS, checkpoint=folder)
+async def check_answers(simulation: Simulation, folder: Path, chunk: int = 64) -> None:
+    """Chunks of so many tokens, guesses, and sequences that are given up and computed again."""
+    flags = FLAGS | {"prefill": [*SIZE, "--max-num-batched-tokens", str(chunk)]}
+    reference, cluster = PictureReference(folder), Cluster(simulation, {}, flags, checkpoint=folder)
     await cluster.start()
     cat, dog = picture(40, 30, 1), picture(40, 30, 2)
     async with AsyncClient(cluster.addresses) as client:
@@ -104,6 +104,17 @@ async def test_answers_of_smolvlm_are_those_of_transformers_wherever_kv_comes_fr
     simulation: Simulation, squares: Path
 ) -> None:
     await check_answers(simulation, squares)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_weights(square_model(tmp_path_factory.mktemp("model") / "tiny-gemma"))
+
+
+@pytest.mark.slow
+@in_new_process
+async def test_answers_of_gemma_whose_pictures_see_themselves_both_ways(simulation: Simulation, whole: Path) -> None:
+    await check_answers(simulation, whole, 24)
 
 
 @in_new_process

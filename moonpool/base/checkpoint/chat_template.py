@@ -56,6 +56,17 @@ class RenderedChat:
     text: str
     literals: tuple[tuple[int, int], ...] = ()
 
+    def with_text(self, old: str, new: str) -> RenderedChat:
+        """Return the prompt with `new` wherever the template has written `old`."""
+        parts: list[str] = []
+        literals, begin, length = [], 0, 0
+        for first, last in (*self.literals, (len(self.text), len(self.text))):
+            parts += self.text[begin:first].replace(old, new), self.text[first:last]
+            length += len(parts[-2]) + len(parts[-1])
+            literals.append((length - len(parts[-1]), length))
+            begin = last
+        return RenderedChat("".join(parts), tuple(literals[:-1]))
+
 
 class ControlTokens:
     """A checkpoint's control tokens: texts that stand for one token each."""

@@ -41,7 +41,7 @@ _MESSAGE_END = "<|end|>"
 DTYPES = ("float32", "bfloat16", "float16")
 _LATER = (
     "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
-    "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
+    "beside", "kv_of", "per_layer", "tail", "per_layer_rows", "in_turn", "decay_stored",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 
@@ -177,6 +177,7 @@ def config_hash(config: ModelConfig) -> bytes:
         fields = dataclasses.asdict(config)
         for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling", "answer_rules", "pooling"):
             del fields[name]
+        del fields["decoder"]["whole_pictures"]  # the family's, and of pictures alone, whose keys have their digests
         _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()

@@ -5,17 +5,13 @@ Source: Idefics3ImageProcessor and Idefics3Processor of transformers, and the sa
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.fields import JsonFields
-
-if TYPE_CHECKING:
-    from moonpool.base.pictures.base import PictureTokenizer
+from moonpool.base.pictures.base import PictureFields, PictureRule, PictureTokenizer
 
 LONGEST_SIDE = 4096
 """Pixels to which pictures are made smaller whatever the settings are."""
@@ -23,7 +19,7 @@ _AROUND, _MARK, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
 @dataclass(frozen=True, slots=True)
-class Idefics3Rule:
+class Idefics3Rule(PictureRule):
     """The rule of a checkpoint; see `PictureRule`.
 
     Attributes:
@@ -33,7 +29,6 @@ class Idefics3Rule:
         side: pixels of a square's side.
         longest: pixels of the longest side after the first resizing; None = pictures are not resized.
         splits: whether pictures are cut.
-        components: see `PictureRule`.
     """
 
     mark: int
@@ -44,37 +39,26 @@ class Idefics3Rule:
     splits: bool
     _tokenizer: PictureTokenizer
     _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    components: tuple[int, ...] = ()
 
     @classmethod
-    def read(
-        cls, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: PictureTokenizer, source: str
-    ) -> Self:
+    def read(cls, found: PictureFields) -> Self:
         """Read a checkpoint's rule.
 
         Raises:
             CheckpointError: a setting is wrong; names the setting.
             UnsupportedModel: settings contradict each other, or a token is missing; names the setting.
         """
-        vision, given = JsonFields(config["vision_config"], source), JsonFields(processor, source)
+        vision, given = found.vision, found.processor
         patches = vision.positive("image_size", 224) // vision.positive("patch_size", 32)
-        rows = patches**2 // JsonFields(config, source).positive("scale_factor", 2) ** 2
+        rows = patches**2 // found.whole.positive("scale_factor", 2) ** 2
         if given.positive("image_seq_len", rows) != rows:
             raise UnsupportedModel("image_seq_len", f"{given.get('image_seq_len')}, but the encoder makes {rows} rows")
-        mark = tokenizer.special_id(_MARK)
-        if mark is None or mark != config.get("image_token_id", mark):
-            raise UnsupportedModel("image_token_id", f"{_MARK!r} is no special token of this number")
-        sizes = {name: JsonFields(given.get(name) or {}, source) for name in ("size", "max_image_size")}
+        (mark,) = found.special(_MARK)
+        side = found.of(given, "max_image_size").positive("longest_edge", 364)
         resized = bool(given.get("do_resize", True))
-        return cls(
-            mark,
-            json.dumps(dict(processor), sort_keys=True),
-            rows,
-            sizes["max_image_size"].positive("longest_edge", 364),
-            sizes["size"].positive("longest_edge", 4 * 364) if resized else None,
-            bool(given.get("do_image_splitting", True)),
-            tokenizer,
-        )
+        longest = found.size.positive("longest_edge", 4 * 364) if resized else None
+        splits = bool(given.get("do_image_splitting", True))
+        return cls(mark, found.settings, rows, side, longest, splits, found.tokenizer)
 
     def grid(self, width: int, height: int, detail: str) -> tuple[int, ...]:
         """Rows and columns of squares; (0, 0) = the picture is not cut. With the detail "low" no picture is."""

@@ -5,22 +5,15 @@ Source: GotOcr2ImageProcessor and InternVLProcessor of transformers.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
-from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.fields import JsonFields
-
-if TYPE_CHECKING:
-    from moonpool.base.pictures.base import PictureTokenizer
-
-_MARK, _BEGIN, _END = "<IMG_CONTEXT>", "<img>", "</img>"
+from moonpool.base.pictures.base import PictureFields, PictureRule
 
 
 @dataclass(frozen=True, slots=True)
-class InternVLRule:
+class InternVLRule(PictureRule):
     """The rule of a checkpoint; see `PictureRule`.
 
     Attributes:
@@ -32,7 +25,6 @@ class InternVLRule:
         squares: fewest and most squares of a picture, without the whole.
         begin: token before a picture.
         end: token behind it.
-        components: see `PictureRule`.
     """
 
     mark: int
@@ -43,28 +35,20 @@ class InternVLRule:
     squares: tuple[int, int]
     begin: int
     end: int
-    components: tuple[int, ...] = ()
 
     @classmethod
-    def read(
-        cls, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: PictureTokenizer, source: str
-    ) -> Self:
+    def read(cls, found: PictureFields) -> Self:
         """Read a checkpoint's rule.
 
         Raises:
             CheckpointError: a setting is wrong; names the setting.
             UnsupportedModel: a token is missing; names the setting.
         """
-        given = JsonFields(processor, source)
-        size = JsonFields(given.get("size") or {}, source)
-        mark, begin, end = (tokenizer.special_id(text) for text in (_MARK, _BEGIN, _END))
-        if mark is None or begin is None or end is None or mark != config.get("image_token_id", mark):
-            raise UnsupportedModel("image_token_id", f"{_MARK}, {_BEGIN} or {_END} is no special token of this number")
-        rows = JsonFields(config, source).positive("image_seq_length", 256)
-        squares = given.positive("min_patches", 1), given.positive("max_patches", 12)
-        settings = json.dumps(dict(processor), sort_keys=True)
-        sides = size.positive("height", 448), size.positive("width", 448)
-        return cls(mark, settings, rows, *sides, squares, begin, end)
+        mark, begin, end = found.special("<IMG_CONTEXT>", "<img>", "</img>")
+        rows = found.whole.positive("image_seq_length", 256)
+        squares = found.processor.positive("min_patches", 1), found.processor.positive("max_patches", 12)
+        sides = found.size.positive("height", 448), found.size.positive("width", 448)
+        return cls(mark, found.settings, rows, *sides, squares, begin, end)
 
     def grid(self, width: int, height: int, detail: str) -> tuple[int, ...]:
         """Rows and columns of squares. With the detail "low" no picture is cut."""

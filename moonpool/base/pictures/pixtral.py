@@ -5,25 +5,19 @@ Source: PixtralImageProcessor and PixtralProcessor of transformers.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
-from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.fields import JsonFields
-
-if TYPE_CHECKING:
-    from moonpool.base.pictures.base import PictureTokenizer
+from moonpool.base.pictures.base import PictureFields, PictureRule
 
 LOW_SIDE = 512
 """Pixels of the longest side with the detail "low"."""
-_MARK, _BREAK, _END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True)
-class PixtralRule:
+class PixtralRule(PictureRule):
     """The rule of a checkpoint; see `PictureRule`.
 
     Attributes:
@@ -33,7 +27,6 @@ class PixtralRule:
         longest: pixels of the longest side of a larger picture, once resized.
         row_end: token behind each row of cells but the last.
         end: token behind the last.
-        components: see `PictureRule`.
     """
 
     mark: int
@@ -42,28 +35,18 @@ class PixtralRule:
     longest: int
     row_end: int
     end: int
-    components: tuple[int, ...] = ()
 
     @classmethod
-    def read(
-        cls, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: PictureTokenizer, source: str
-    ) -> Self:
+    def read(cls, found: PictureFields) -> Self:
         """Read a checkpoint's rule.
 
         Raises:
             CheckpointError: a setting is wrong; names the setting.
             UnsupportedModel: settings contradict each other, or a token is missing; names the setting.
         """
-        vision, whole = JsonFields(config["vision_config"], source), JsonFields(config, source)
-        cell = vision.positive("patch_size", 16) * whole.positive("spatial_merge_size", 2)
-        given = JsonFields(processor, source)
-        size = JsonFields(given.get("size") or {}, source)
-        marks = [tokenizer.special_id(text) for text in (_MARK, _BREAK, _END)]
-        mark, row_end, end = marks
-        if mark is None or row_end is None or end is None or mark != whole.get("image_token_id", mark):
-            raise UnsupportedModel("image_token_id", f"{_MARK}, {_BREAK} or {_END} is no special token of this number")
-        settings = json.dumps(dict(processor), sort_keys=True)
-        return cls(mark, settings, cell, size.positive("longest_edge", 1024), row_end, end)
+        cell = found.vision.positive("patch_size", 16) * found.whole.positive("spatial_merge_size", 2)
+        mark, row_end, end = found.special("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+        return cls(mark, found.settings, cell, found.size.positive("longest_edge", 1024), row_end, end)
 
     def longest_side(self, detail: str) -> int:
         """Pixels of the longest side of a larger picture, once resized."""

@@ -5,26 +5,21 @@ Source: Qwen2VLImageProcessor, Qwen2VLProcessor and the positions of Qwen2_5_VLM
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.fields import JsonFields
-
-if TYPE_CHECKING:
-    from moonpool.base.pictures.base import PictureTokenizer
+from moonpool.base.pictures.base import PictureFields, PictureRule
 
 LOW_PIXELS = 512 * 512
 """Most pixels with the detail "low"."""
 MAX_RATIO = 200
-_MARK = "<|image_pad|>"
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen2VLRule:
+class Qwen2VLRule(PictureRule):
     """The rule of a checkpoint; see `PictureRule`.
 
     Attributes:
@@ -44,28 +39,22 @@ class Qwen2VLRule:
     components: tuple[int, ...]
 
     @classmethod
-    def read(
-        cls, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: PictureTokenizer, source: str
-    ) -> Self:
+    def read(cls, found: PictureFields) -> Self:
         """Read a checkpoint's rule.
 
         Raises:
             CheckpointError: a setting is wrong; names the setting.
             UnsupportedModel: the sections of RoPE or the mark are missing; names the setting.
         """
-        given, vision = JsonFields(processor, source), JsonFields(config["vision_config"], source)
-        size = JsonFields(given.get("size") or {}, source)
-        patch = 16 if str(config.get("model_type")).startswith("qwen3") else 14
+        given, size = found.processor, found.size
+        patch = 16 if found.kind.startswith("qwen3") else 14
         cell = given.positive("patch_size", patch) * given.positive("merge_size", 2)
-        if cell != vision.positive("patch_size", patch) * vision.positive("spatial_merge_size", 2):
+        if cell != found.vision.positive("patch_size", patch) * found.vision.positive("spatial_merge_size", 2):
             raise UnsupportedModel("patch_size", "the processor and the encoder have different cells")
-        mark = tokenizer.special_id(_MARK)
-        if mark is None or mark != config.get("image_token_id", mark):
-            raise UnsupportedModel("image_token_id", f"{_MARK} is no special token of this number")
+        (mark,) = found.special("<|image_pad|>")
         fewest = given.positive("min_pixels", size.positive("shortest_edge", 56 * 56))
         most = given.positive("max_pixels", size.positive("longest_edge", 28 * 28 * 1280))
-        settings = json.dumps(dict(processor), sort_keys=True)
-        return cls(mark, settings, cell, fewest, most, _components(config))
+        return cls(mark, found.settings, cell, fewest, most, _components(found.config, found.kind))
 
     def most_pixels(self, detail: str) -> int:
         """Pixels of a larger picture, once resized, at most."""
@@ -95,10 +84,10 @@ class Qwen2VLRule:
         return [self.mark] * (rows * columns)
 
 
-def _components(config: Mapping[str, Any]) -> tuple[int, ...]:
+def _components(config: Mapping[str, Any], kind: str) -> tuple[int, ...]:
     """Return by what each pair of elements turns: in sections, or since Qwen 3 in turns."""
     sections = _sections(config)
-    if not str(config.get("model_type")).startswith("qwen3"):
+    if not kind.startswith("qwen3"):
         return tuple(component for component, pairs in enumerate(sections) for _ in range(pairs))
     found = [0] * sum(sections)
     for component in (1, 2):

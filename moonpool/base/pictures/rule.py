@@ -13,15 +13,17 @@ from typing import Any
 from moonpool.base.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from moonpool.base.families.fields import read_json
 from moonpool.base.kv.media import MediaItem, media_digest
-from moonpool.base.pictures.base import PictureRule, PictureTokenizer
+from moonpool.base.pictures.base import PictureFields, PictureRule, PictureTokenizer
 from moonpool.base.pictures.files import Picture
+from moonpool.base.pictures.gemma3 import Gemma3Rule
 from moonpool.base.pictures.idefics3 import Idefics3Rule
 from moonpool.base.pictures.internvl import InternVLRule
 from moonpool.base.pictures.limits import DETAILS, MAX_BYTES, MAX_PICTURES, MAX_PIXELS, MAX_TOGETHER_BYTES
 from moonpool.base.pictures.pixtral import PixtralRule
 from moonpool.base.pictures.qwen2_vl import Qwen2VLRule
 
-_RULES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], PictureTokenizer, str], PictureRule]] = {
+_RULES: Mapping[str, Callable[[PictureFields], PictureRule]] = {
+    "gemma3": Gemma3Rule.read,
     "idefics3": Idefics3Rule.read,
     "internvl": InternVLRule.read,
     "mistral3": PixtralRule.read,
@@ -48,7 +50,7 @@ def read_rule(folder: Path, tokenizer: Callable[[], PictureTokenizer]) -> Pictur
         kind = str(config.get("model_type"))
         if kind not in _RULES:
             return f"pictures of {kind!r} are not built; {', '.join(_RULES)} are"
-        return _RULES[kind](config, processor_settings(folder), tokenizer(), str(folder))
+        return _RULES[kind](PictureFields(config, processor_settings(folder), tokenizer(), str(folder)))
     except (CheckpointError, UnsupportedModel) as error:
         return str(error)
 

@@ -64,6 +64,7 @@ class PackedBatch:
     rope_positions: Tensor | None = None
     rope_shifts: Tensor | None = None
     added: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # by layer: rows, and what is added behind it
+    pictures: Sequence[Any] = ()  # `moonpool.engine.models.whole_pictures.PictureRows`, where tokens attend both ways
     # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class PackedBatch:
                 arrays["slot_ids"][:] = self.slot_of[arrays["block_ids"]]
             self.within = size - 1 - int(arrays["offsets"].max())
         self.angles.clear()
-        self.added = []
+        self.added, self.pictures = [], ()
         if self.rope_shifts is not None:
             self.rope_positions = self.positions + self.rope_shifts
         self.spans = None
@@ -173,6 +174,7 @@ class PackedBatch:
         batch.loras = None if self.loras is None else self.loras.to(self.query_start, device)
         if self.rope_positions is not None and self.rope_shifts is not None:
             batch.rope_positions, batch.rope_shifts = self.rope_positions.to(device), self.rope_shifts.to(device)
+        batch.pictures = self.pictures
         return batch
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:

@@ -75,6 +75,11 @@ def _arranged(processor: Any, image: Any, rule: PictureRule, detail: str) -> _In
         yield {"pixel_values": pixels}
 
 
+def _square(processor: Any, image: Any, rule: PictureRule, detail: str) -> _Inputs:
+    del rule, detail
+    yield {"pixel_values": processor([image], return_tensors="pt")["pixel_values"]}
+
+
 def _patches(processor: Any, image: Any, rule: PictureRule, detail: str) -> _Inputs:
     assert isinstance(rule, Qwen2VLRule)
     size = {"shortest_edge": rule.fewest, "longest_edge": rule.most_pixels(detail)}
@@ -85,6 +90,7 @@ def _patches(processor: Any, image: Any, rule: PictureRule, detail: str) -> _Inp
 _PARTS = "vision_model", "connector"
 _LATER_PARTS = "vision_tower", "multi_modal_projector"
 _TOWERS = {
+    "gemma3": _Tower(_LATER_PARTS, "language_model", "Gemma3ImageProcessorPil", _square),
     "idefics3": _Tower(_PARTS, "text_model", "Idefics3ImageProcessorPil", _squares),
     "internvl": _Tower(_LATER_PARTS, "language_model", "GotOcr2ImageProcessorPil", _arranged),
     "mistral3": _Tower(_LATER_PARTS, "language_model", "PixtralImageProcessorPil", _cells),

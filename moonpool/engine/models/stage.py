@@ -46,6 +46,7 @@ from moonpool.engine.models.weights import (
     PerLayerWeights,
     WeightNotes,
 )
+from moonpool.engine.models.whole_pictures import attend_both_ways
 from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.weights.linear import Linear
 
@@ -209,7 +210,7 @@ class StageModel:
                 batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
         while first < last:
             run = self._runs.get(first)
-            run = run if run is not None and run.takes(batch.loras) else None
+            run = run if run is not None and run.takes(batch.loras) and not batch.pictures else None
             # Layers of several shapes may lie anywhere: each is a call.
             one_by_one = run is None or not isinstance(kv, Tensor) or first < len(batch.added)
             end = first + 1 if run is None or one_by_one else min(last, run.end)
@@ -527,7 +528,11 @@ class StageModel:
         tables = batch.slot_tables if windowed else batch.block_tables
         starts, lengths = batch.query_start, batch.context_lens
         kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
-        return paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
+        out = paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
+        if batch.pictures:
+            assert stored is not None
+            attend_both_ways(batch.pictures, q, stored, kv, scales, tables, spec.scale, kind, out)
+        return out
 
     def _angles(self, batch: PackedBatch, rope: int) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin of the batch's positions, computed once per batch and table."""

@@ -19,6 +19,7 @@ from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.pictures import PictureEncoder, load_encoder
+from moonpool.engine.models.whole_pictures import with_rests
 from moonpool.engine.request import IncomingRequest
 from tests.pictures import (
     PictureReference,
@@ -31,6 +32,7 @@ from tests.pictures import (
     picture_file,
     picture_model,
     smolvlm_model,
+    square_model,
     stacked_model,
 )
 from tests.unit.engine.models.forward import BLOCK, Runner
@@ -41,6 +43,7 @@ TOLERANCE = 1e-4
 
 
 MODELS = {
+    "Gemma 3": square_model,
     "Idefics3": picture_model,
     "InternVL": arranged_model,
     "Mistral 3": cell_model,
@@ -73,12 +76,10 @@ def prompt_of(folder: Path, text: str, pictures: list[Picture]) -> "tuple[array[
     tokenizer = Tokenizer.load(folder)
     rule = read_rule(folder, lambda: tokenizer)
     assert not isinstance(rule, str)
-    (mark,) = {
-        text
-        for text in ("<image>", "[IMG]", "<IMG_CONTEXT>", "<|image_pad|>")
-        if tokenizer.special_id(text) == rule.mark
-    }
-    return with_pictures("messages", rule, tokenizer.encode(text.replace("<image>", mark), False), pictures)
+    marks = ("<image>", "[IMG]", "<IMG_CONTEXT>", "<|image_pad|>", "<image_soft_token>")
+    (mark,) = {text for text in marks if tokenizer.special_id(text) == rule.mark}
+    _, written = rule.written or ("", mark)
+    return with_pictures("messages", rule, tokenizer.encode(text.replace("<image>", written), False), pictures)
 
 
 def pictures_of(sizes: tuple[tuple[int, int], ...], detail: str = "") -> list[Picture]:
@@ -91,10 +92,15 @@ def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def computed(
-    folder: Path, encoder: PictureEncoder, tokens: "array[int]", media: tuple[MediaItem, ...], size: int
+    folder: Path,
+    encoder: PictureEncoder,
+    tokens: "array[int]",
+    media: tuple[MediaItem, ...],
+    size: int,
+    stored: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Logits behind the prompt, computed in chunks of so many tokens."""
-    runner, rule = Runner(folder, torch.float32), engine_rule(folder)
+    """Logits behind the prompt, computed in chunks of so many tokens; `stored`: the type of quantised KV."""
+    runner, rule = Runner(folder, torch.float32, stored=stored), engine_rule(folder)
     (stage,) = runner.stages
     assert not isinstance(rule, str)
     seen = EngineRequest((), len(tokens), len(tokens))
@@ -103,15 +109,18 @@ def computed(
     table = list(range(-(-len(tokens) // BLOCK)))
     for start, end in chunks(len(tokens), size):
         part = tokens_to_bytes(tokens[start:end])
-        batch = PackedBatch.build([(part, start, table)], BLOCK)
-        hidden = stage.embed(batch.token_ids, batch.positions)
         here = tuple(item for item in media if item.begin < end and start < item.end)
         step = SequenceStep(part, start, tuple(table), media=here, rope_shift=request.rope_shift(start))
-        encoder.set_positions(batch, [step])
+        steps, pictures = with_rests([step], BLOCK) if runner.config.decoder.whole_pictures else ([step], [])
+        packed = [(each.token_ids, each.start, each.block_table) for each in steps]
+        batch = PackedBatch.build(packed, BLOCK, full_hits=range(1, len(steps)))
+        batch.pictures = pictures
+        hidden = stage.embed(batch.token_ids, batch.positions)
+        encoder.set_positions(batch, steps)
         if here:
-            encoder.place(hidden, [step], batch)
-        _, hidden = stage.run(hidden, batch, runner.pool, 0, stage.layer_end)
-    return stage.logits(hidden[-1:])
+            encoder.place(hidden, steps, batch)
+        _, hidden = stage.run(hidden, batch, runner.pool, 0, stage.layer_end, scales=runner.scales)
+    return stage.logits(hidden[end - start - 1 : end - start])
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 64, 512])
@@ -132,7 +141,7 @@ def test_logits_are_those_of_transformers_wherever_chunks_end(
 def test_a_picture_of_low_detail_is_one_square(
     folder: Path, reference: PictureReference, encoder: PictureEncoder
 ) -> None:
-    if reference.model.config.model_type.startswith(("mistral3", "qwen")):
+    if reference.model.config.model_type.startswith(("gemma3", "mistral3", "qwen")):
         pytest.skip("transformers has no such word")
     pictures = pictures_of(((90, 50),), "low")
     tokens, media = prompt_of(folder, "<image>?", pictures)
@@ -140,6 +149,20 @@ def test_a_picture_of_low_detail_is_one_square(
     assert inputs["input_ids"][0].tolist() == tokens.tolist()
     right, found = reference.logits(inputs, []), computed(folder, encoder, tokens, media, 64)
     assert (found - right).abs().max() < TOLERANCE * right.abs().max()
+
+
+def test_whole_pictures_of_quantised_kv_do_not_depend_on_where_chunks_end(tmp_path: Path) -> None:
+    """What a chunk computes beside, for no block, counts as blocks would have it."""
+    folder = add_weights(square_model(tmp_path))
+    encoder = load_encoder(folder, torch.float32, torch.device("cpu"))
+    assert encoder is not None
+    prompt = prompt_of(folder, "a b<image>c<image>", pictures_of(SIZES[:2]))
+    whole = computed(folder, encoder, *prompt, 512, torch.int8)
+    for size in (5, 16, 29):
+        cut = computed(folder, encoder, *prompt, size, torch.int8)
+        assert (cut - whole).abs().max() < TOLERANCE * whole.abs().max(), size
+    plain = computed(folder, encoder, *prompt, 512)
+    assert (plain - whole).abs().max() > 10 * TOLERANCE * whole.abs().max(), "KV is quantised"
 
 
 def test_another_picture_gives_other_logits_and_the_same_the_same_rows(folder: Path, encoder: PictureEncoder) -> None:
@@ -155,7 +178,7 @@ def test_a_folder_without_the_encoders_weights_is_refused_by_name(folder: Path, 
 
     shutil.copytree(folder, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    ends = ("modality_projection.proj", "linear_2", "merger.mlp.2", "visual.merger.linear_fc2")
+    ends = ("modality_projection.proj", "linear_2", "merger.mlp.2", "visual.merger.linear_fc2", "mm_soft_emb_norm")
     (left_out,) = [name for name in tensors if name.removesuffix(".weight").endswith(ends)]
     del tensors[left_out]
     save_file(tensors, tmp_path / "model" / "model.safetensors")
