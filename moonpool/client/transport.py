@@ -162,6 +162,12 @@ class _GrpcCall:
         self._call.cancel()
 
 
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the running task. A variable with the task would tie the task to its exception."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def _await_answer(
     monitor: ConnectionMonitor, late: str, give_up: Callable[[], object], answer: Awaitable[Response]
 ) -> Response:
@@ -183,8 +189,7 @@ async def _await_answer(
         except grpc.aio.AioRpcError as error:
             raise moonpool_error(error, late) from None
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if waiting.lost and not (task is not None and task.cancelling()):
+            if waiting.lost and not is_cancelled():
                 raise NotConnected("the conductor does not answer") from None
             raise
 
