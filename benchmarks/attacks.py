@@ -3,12 +3,16 @@
 A calm tenant reads one streamed answer after the other from a local stack with the bundled model. The calm tenant runs
 alone, then while a hostile tenant runs one attack, in turns. Compared are the p99 and the longest time between events
 in the calm tenant's answers, and the p90 of the times to the first event. The hostile client runs in a separate
-process, `benchmarks.attacks_hostile`. Beside `bodies` stands the gateway's memory.
+process, `benchmarks.attacks_hostile`. Beside `bodies` stands the gateway's memory. After each attack's end the services
+must come to rest: `rest` is how long they work on. The lines of the table of docs/security.md come at the end.
+
+    python -m benchmarks.attacks --runs 2 --seconds 6    # all attacks, 8 minutes
 """
 
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,8 +31,12 @@ from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
 
 P99_AT_MOST, LONGEST_AT_MOST, TTFT_AT_MOST = 2.0, 5.0, 1.3
 """Times between events, and p90 of the time to the first, while a hostile tenant attacks, over those alone."""
+REST_AT_MOST_S = 2.0
+"""Work of clients that have left."""
 PAUSE_S = 0.5
 ANSWER_TOKENS = 400
+LOOK_S, LONGEST_REST_S, BUSY_SHARE = 0.5, 20.0, 0.1
+"""After an attack: how often the services are looked at, for how long, and what they use of a processor at rest."""
 FIRST_TOKENS = 4
 """Of the answers by which the time to the first event is measured: short ones, so that there are many."""
 
@@ -49,8 +57,10 @@ class CalmTimes:
 def attacking(name: str, address: str, seconds: float) -> Iterator[None]:
     """A hostile process, until the body ends."""
     command = [sys.executable, "-m", "benchmarks.attacks_hostile", name, address, str(seconds)]
-    with subprocess.Popen(command) as hostile:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as hostile:
+        assert hostile.stdout is not None
         try:
+            hostile.stdout.readline()  # the process has started
             time.sleep(PAUSE_S)
             yield
         finally:
@@ -90,6 +100,28 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+def processor_s(pids: Sequence[int]) -> float:
+    """Processor time of processes so far, and of their children that live."""
+    used = 0.0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            used += processor_s([int(child) for child in (task / "children").read_text().split()])
+    return used
+
+
+def rest_s(pids: Sequence[int]) -> float:
+    """Wait until processes rest, or for `LONGEST_REST_S`; returns how long they worked on."""
+    began, used = time.perf_counter(), processor_s(pids)
+    while (worked := time.perf_counter() - began) < LONGEST_REST_S:
+        time.sleep(LOOK_S)
+        before, used = used, processor_s(pids)
+        if used - before < BUSY_SHARE * LOOK_S:
+            return worked
+    return LONGEST_REST_S
+
+
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """Rows of each attack."""
     found: list[Row] = []
@@ -101,24 +133,39 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
         with LocalStack(plan) as stack:
             host, _, port = stack.http_address.rpartition(":")
             gateway, pid = Gateway(host, int(port)), stack.services[GATEWAY_ID].pid
+            pids = [service.pid for service in stack.services.values()]
             asyncio.run(calm_times(gateway, options.seconds))
             for name in options.only or ATTACKS:
-                pairs, memory = [], 0
+                pairs, rests, memory = [], list[float](), 0
                 for number in range(options.runs):
                     alone = asyncio.run(calm_times(gateway, options.seconds))
                     before = resident_bytes(pid)
                     with attacking(name, stack.http_address, 3 * options.seconds):
                         attacked = asyncio.run(calm_times(gateway, options.seconds))
                         memory = max(memory, resident_bytes(pid) - before)
-                    time.sleep(PAUSE_S)
+                    rests.append(rest_s(pids))
                     pairs.append((attacked, alone))
                     grown = f"{memory / MIB:.0f} MiB"
                     progress(f"{name}, run {number + 1}: p99/longest/first {attacked}, alone {alone}, {grown}")
                 found += rows(name, pairs)
+                found.append(bounded(f"rest after: {name}", "s", rests, "wanted at most", REST_AT_MOST_S))
                 if name == "bodies":
                     limit = float(options.body_mib)
                     found.append(bounded("gateway's memory, 300 bodies of 4 MiB", "MiB", [memory / MIB], "set", limit))
+            progress("\n".join(table(found)))
     return found
+
+
+def table(found: Sequence[Row]) -> Iterator[str]:
+    """The attacks as lines of a table in Markdown."""
+    figures = dict[str, list[float]]()
+    for row in found:
+        if name := row.name.partition(": ")[2]:
+            figures.setdefault(name.removesuffix(", over alone"), []).append(row.value)
+    yield "| attack | p99 | longest | TTFT p90 | rest, s |"
+    yield "|---|--:|--:|--:|--:|"
+    for name, values in figures.items():
+        yield f"| {name} | {' | '.join(f'{value:.1f}' for value in values)} |"
 
 
 def rows(name: str, pairs: Sequence[tuple[CalmTimes, CalmTimes]]) -> Iterator[Row]:

@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     options = parser.parse_args()
     host, _, port = options.address.rpartition(":")
+    print("attacking", flush=True)
     asyncio.run(attack(options.attack, Gateway(host, int(port)), options.seconds))
 
 

@@ -87,7 +87,7 @@ class AsyncChannel:
     def send(self, message: object) -> None:
         """Send a message without waiting; dropped when the other end has closed (`receive` raises).
 
-        The protocol bounds the messages under way: `stages` steps and their gates.
+        The protocol bounds the messages under way: `max_steps_in_flight` and their gates.
         """
         if not self._writer.is_closing():
             self._writer.write(encode(message))

@@ -61,16 +61,16 @@ class Engine(Protocol):
         """Run one step, or a run, and return when every stage is done.
 
         The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
-        `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
-        result returns; with several stages, a stage's layers are in order. `on_step` is called for each of a run's
-        steps but the last, whose result is returned; a patient run's results may come with a later result
+        `max_steps_in_flight` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always
+        before the result returns; with several stages, a stage's layers are in order. `on_step` is called for each of
+        a run's steps but the last, whose result is returned; a patient run's results may come with a later result
         (`StepResult.earlier`). `on_tokens` may be called with the tokens of a step that reports layers, before the
         result returns: the step still uses the step's blocks. None of them must raise. Cancelling the coroutine does
         not stop the step: abort the step, and treat the step's blocks as in use until a later step's result has come.
 
         Raises:
             Unavailable: The engine has failed, before or during the step.
-            Internal: More than `stages` steps in flight, or a step id that does not grow.
+            Internal: More than `max_steps_in_flight` steps in flight, or a step id that does not grow.
         """
 
     def open_gate(self, step_id: int, layer: int) -> None:

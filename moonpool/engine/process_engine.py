@@ -22,7 +22,7 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.base.scheduling.steps import LayerDone, Step, StepResult
+from moonpool.base.scheduling.steps import LayerDone, Step, StepResult, max_steps_in_flight
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.channel import ChannelClosed
 from moonpool.engine.messages import (
@@ -152,8 +152,9 @@ class ProcessEngine:
     ) -> StepResult:
         if self._failed.done():
             raise Unavailable(self._failed.result())
-        if len(self._flights) >= self.stages:  # workers' queues have places for so many
-            raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        most = max_steps_in_flight(self.stages)
+        if len(self._flights) >= most:  # workers' queues have places for so many
+            raise Internal(f"step {step.step_id} would be one more than the {most} that may be in flight")
         # Gates forget all steps up to the last that is done.
         if self._last_step_id is not None and step.step_id <= self._last_step_id:
             raise Internal(f"step {step.step_id} after step {self._last_step_id}")

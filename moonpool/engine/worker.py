@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.families.spec import described_ways
-from moonpool.base.scheduling.steps import Step
+from moonpool.base.scheduling.steps import Step, max_steps_in_flight
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
@@ -60,9 +60,9 @@ class OrderReceiver:
     """Reads the channel in a separate thread, so that gates, aborts and the parent's death are noticed at any time."""
 
     def __init__(self, channel: BlockingChannel, gates: KVGates, engine: EngineSpec, rendezvous: str) -> None:
-        # The parent never has more than `stages` steps in flight, so many fetches, and one order for each adapter; one
-        # more place is for Shutdown.
-        places = engine.stages + MAX_FETCHES + engine.max_loras + 1
+        # The parent never has more steps in flight, so many fetches, and one order for each adapter; one more place is
+        # for Shutdown.
+        places = max_steps_in_flight(engine.stages) + MAX_FETCHES + engine.max_loras + 1
         self.orders: queue.Queue[Step | FetchBlocks | DropLora | Shutdown | EngineSizes] = queue.Queue(places)
         self._channel = channel
         self._gates = gates

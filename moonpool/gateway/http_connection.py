@@ -190,20 +190,25 @@ class HttpConnection(HttpToolsProtocol):
         """Go on answering a client that has only finished sending. True keeps the connection open for the response.
 
         A client that has closed the connection looks the same. If the request has no response yet, an interim response
-        tells both apart: the closed connection answers with a reset. A client that asked for the connection's end or
-        sent a GET gets none, because some clients of this kind cannot read interim responses.
+        tells both apart: the closed connection answers with a reset. HTTP/1.0 has no interim responses, so there the
+        connection ends: else a client could leave any number of requests behind. A GET costs little, and gets none.
         """
         if self._lingers or self._between_requests() or self._in_message or self.scheme == "https":
             return None
-        if not self._asked_to_close and self.scope["method"] != "GET":
-            if self.cycle.response_started:
+        if self.scope["method"] != "GET":
+            if self.scope["http_version"] == "1.0" or (self.cycle.response_started and not self._asked_to_close):
                 return None
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            for delay_s in PROBE_S:
-                self.loop.call_later(delay_s, self._end_if_gone)
+            if not self.cycle.response_started:
+                self._tell_apart()
         self._half_closed = True
         self.cycle.keep_alive = False
         return True
+
+    def _tell_apart(self) -> None:
+        """Send an interim response, and look whether the connection is reset."""
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        for delay_s in PROBE_S:
+            self.loop.call_later(delay_s, self._end_if_gone)
 
     def _end_if_gone(self) -> None:
         """Abort a half-closed connection that the client has reset."""

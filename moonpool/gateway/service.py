@@ -148,10 +148,11 @@ async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> 
         queue = (await handlers.cluster.state_now()).queue
         return queue.for_limits + queue.for_room
 
-    with world.thread_pool(1, "batches") as threads:
+    with world.thread_pool(1, "batches") as threads, world.thread_pool(1, "lines") as lines:
         store = BatchStore(config.batch_dir, config.batch_bytes, threads, world.unix_time)
         app = make_app(handlers, AllowedHosts(["*"]))  # the runner's own: any host is the gateway itself
-        runner = BatchRunner(store, InProcessClient(app), waiting, config.batch_concurrency, config.max_body_bytes)
+        client, reading = InProcessClient(app), TenantTurns(lines)
+        runner = BatchRunner(store, client, reading, waiting, config.batch_concurrency, config.max_body_bytes)
         running = asyncio.create_task(runner.run())
         try:
             yield runner

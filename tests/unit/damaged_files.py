@@ -45,7 +45,7 @@ from moonpool.base.runtime.journal import rerun
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.settings import stack_settings
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.gateway.batches.lines import read_lines
+from moonpool.gateway.batches.lines import InputFile
 from moonpool.gateway.batches.store import BatchStore
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.responses.store import ResponseStore, StoreLimits
@@ -411,6 +411,13 @@ def _batch_lines(folder: Path) -> None:
     (folder / "b.jsonl").write_text(_lines(*lines))
 
 
+def _read_batch_lines(folder: Path) -> object:
+    file = InputFile(folder / "b.jsonl", "/v1/completions", 1 << 20)
+    while file.read_on():
+        pass
+    return file.errors, file.lines()
+
+
 def _database(opened: Callable[[Path], Any]) -> Callable[[Path], object]:
     def use(folder: Path) -> object:
         opened(folder).close()
@@ -447,7 +454,7 @@ READERS = (
     Reader("API keys, revoked certificates", _keys, _read_keys, refusals=(ValueError,)),
     Reader("encryption keys", _encryption, lambda folder: read_key_file(folder / "keys")),
     Reader("records of stacks", _stacks, _read_stacks, ("moonpool-stacks-*/*.json",)),
-    Reader("lines of a batch", _batch_lines, lambda folder: read_lines(folder / "b.jsonl", "/v1/completions", 1 << 20)),
+    Reader("lines of a batch", _batch_lines, _read_batch_lines),
     Reader("database of responses", _database(_responses), _database(_responses), ("r.sqlite",)),
     Reader("database of batches", _database(_batches), _database(_batches), ("b/*",)),
 )

@@ -48,7 +48,7 @@ def load_config(path: Path | str, model_impl: ModelImpl = "auto", max_model_len:
     if is_gguf(path):
         if model_impl == "transformers":
             raise UnsupportedModel("model_impl", "transformers' own code does not compute GGUF files here")
-        config = gguf_config(Path(path))
+        config = gguf_config(Path(path), max_model_len)
     else:
         config = folder_config(Path(path), model_impl, max_model_len)
     if config.default_sampling.given:

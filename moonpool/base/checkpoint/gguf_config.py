@@ -19,14 +19,15 @@ from moonpool.base.checkpoint.config import (
 from moonpool.base.checkpoint.gguf import GgufFile
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import gguf_family
-from moonpool.base.families.base import ModelFamily
+from moonpool.base.families.base import GgufNames, ModelFamily
 from moonpool.base.families.deepseek import DEEPSEEK_V3
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.mixtral import MIXTRAL
-from moonpool.base.families.rope import longest
-from moonpool.base.families.spec import DecoderSpec, RopeScaling
+from moonpool.base.families.rope import chosen_factors, longest
+from moonpool.base.families.spec import DecoderSpec, RecurrentSpec, RopeScaling
 
 ROPE_DIVISORS = "rope_freqs.weight"
+LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -50,8 +51,8 @@ _SIGMOID = 2
 """Value of `expert_gating_func`."""
 
 
-def gguf_config(path: Path) -> ModelConfig:
-    """Read the configuration of the GGUF file `path`.
+def gguf_config(path: Path, max_model_len: int = 0) -> ModelConfig:
+    """Read the configuration of the GGUF file `path`, for sequences of up to `max_model_len` tokens if not 0.
 
     Biases and a separate output head exist if their tensors do. The declared dtype is the type that most elements have,
     bfloat16 where they are quantised.
@@ -60,15 +61,15 @@ def gguf_config(path: Path) -> ModelConfig:
         CheckpointError: the file is damaged, or a key is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the key.
     """
-    return config_of(GgufFile.read(path))
+    return config_of(GgufFile.read(path), max_model_len)
 
 
-def config_of(file: GgufFile) -> ModelConfig:
+def config_of(file: GgufFile, max_model_len: int = 0) -> ModelConfig:
     """As `gguf_config`, for a file with a header that has been read."""
     family = _family(file)
     assert family.gguf is not None
     found = _config_keys(file, family)
-    fields = family.fields(found, file.path.name)
+    fields = chosen_factors(family.fields(found, file.path.name), max_model_len)
     tokens = JsonFields(file.metadata, f"{file.path.name}: tokenizer")
     config = ModelConfig(
         architecture=family.architecture,
@@ -121,19 +122,23 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
     head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
     positions = fields.positive(f"{name}.context_length")
-    _refuse(fields, family, name, head_dim, positions)
+    _refuse(file, family, name, head_dim, positions)
     found: dict[str, Any] = {
         "hidden_size": hidden,
         "num_hidden_layers": fields.positive(f"{name}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(fields, name, heads, some=bool(family.gguf.recurrent)),
+        "num_key_value_heads": _kv_heads(fields, family, name, heads),
         "head_dim": head_dim,
+        "vocab_size": _vocabulary(file),
         "rope_theta": fields.number(f"{name}.rope.freq_base", 10000.0),
         "partial_rotary_factor": fields.positive(f"{name}.rope.dimension_count", head_dim) / head_dim,
         "max_position_embeddings": positions,
     }
     if (inner := fields.get(f"{name}.feed_forward_length")) is not None or not fields.get(f"{name}.expert_count"):
-        found["intermediate_size"] = inner
+        unlike = isinstance(inner, list) and "feed_forward_length" not in family.gguf.keys.values()
+        if unlike and len(set(inner)) != 1:
+            raise UnsupportedModel(f"{name}.feed_forward_length", "layers of different widths are not supported")
+        found["intermediate_size"] = inner[0] if isinstance(inner, list) and inner else inner
         JsonFields(found, fields.source).positive("intermediate_size")
     else:  # files whose layers all have experts may give only the experts' width
         found["intermediate_size"] = fields.positive(f"{name}.expert_feed_forward_length")
@@ -149,8 +154,17 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     if family.gguf.further_layers:
         found["num_hidden_layers"] -= int(fields.number(f"{name}.{family.gguf.further_layers}", 0))
     found["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    values = {f"blk.{index}.attn_v.weight" in file.tensors for index in _attending(file)}
+    found["attention_k_eq_v"] = values == {True, False}
     if (scaling := _rope_scaling(fields, name)) is not None:
         found["rope_scaling"] = scaling
+    if all(factors in file.tensors for factors in LONGROPE_FACTORS):
+        short, long = (list(file.floats(factors)) for factors in LONGROPE_FACTORS)
+        factor = fields.number(f"{name}.rope.scaling.attn_factor", 1.0)
+        found["original_max_position_embeddings"] = fields.positive(f"{name}.rope.scaling.original_context_length")
+        found["rope_scaling"] = {
+            "rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": factor,
+        }  # fmt: skip
     return {**found, **family.gguf.complete(found)}
 
 
@@ -163,6 +177,8 @@ def _decoder(file: GgufFile, family: ModelFamily, decoder: DecoderSpec) -> Decod
             qkv_bias=biases["attn_q"] or biases["attn_qkv"], output_bias=biases["attn_output"]
         ).with_feed_forward(bias=biases["ffn_up"])
     )
+    if family.gguf.recurrent:
+        decoder = decoder.each(lambda _, layer: replace(layer, recurrent=_converted(layer.recurrent, family.gguf)))
     if family.gguf.whole_norms:
         decoder = replace(decoder, final_norm=replace(decoder.final_norm, offset=0.0)).each(
             lambda _, layer: replace(layer, norm=replace(layer.norm, offset=0.0)).with_attention(
@@ -178,20 +194,32 @@ def _decoder(file: GgufFile, family: ModelFamily, decoder: DecoderSpec) -> Decod
     return replace(decoder, ropes=(scaled, *decoder.ropes[1:]))
 
 
-def _refuse(fields: JsonFields, family: ModelFamily, name: str, head_dim: int, positions: int) -> None:
+def _attending(file: GgufFile) -> list[int]:
+    """Return the layers that have keys of their own."""
+    return [int(name.split(".")[1]) for name in file.tensors if name.endswith(".attn_k.weight")]
+
+
+def _converted(spec: RecurrentSpec | None, gguf: GgufNames | None) -> RecurrentSpec | None:
+    """Return a recurrent part as llama.cpp's converter leaves its tensors."""
+    if spec is None or spec.kind == "short_conv":
+        return spec
+    return replace(spec, decay_stored=True, in_turn=gguf is not None and gguf.in_turn)
+
+
+def _refuse(file: GgufFile, family: ModelFamily, name: str, head_dim: int, positions: int) -> None:
     """Refuse what would change the result and is not implemented, or not for this family.
 
     `name`: the file's architecture, with which keys begin.
     """
     assert family.gguf is not None
-    known = family.gguf.keys.values()
+    known, fields = family.gguf.keys.values(), JsonFields(file.metadata, file.path.name)
     for key in _REFUSED:
         if key not in known and fields.get(f"{name}.{key}"):
             raise UnsupportedModel(f"{name}.{key}", f"{fields.get(f'{name}.{key}')!r} is not supported")
     length = fields.positive(f"{name}.attention.value_length", head_dim)
     if length != head_dim and "attention.value_length" not in known:
         raise UnsupportedModel(f"{name}.attention.value_length", "values of another length than keys are not supported")
-    if fields.number(f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
+    if fields.number(f"{name}.rope.scaling.attn_factor", 1.0) != 1.0 and LONGROPE_FACTORS[0] not in file.tensors:
         raise UnsupportedModel(f"{name}.rope.scaling.attn_factor", "scaled attention is not supported")
     window = fields.number(f"{name}.attention.sliding_window", 0.0)
     if "attention.sliding_window" not in known and 0 < window < positions:
@@ -200,15 +228,15 @@ def _refuse(fields: JsonFields, family: ModelFamily, name: str, head_dim: int, p
         )
 
 
-def _kv_heads(fields: JsonFields, name: str, heads: int, *, some: bool) -> int:
-    """Return the KV heads; files may list them layer by layer. `some`: layers may have none."""
+def _kv_heads(fields: JsonFields, family: ModelFamily, name: str, heads: int) -> int:
+    """Return the KV heads; files may list them layer by layer. Recurrent layers have none."""
+    assert family.gguf is not None
     key = f"{name}.attention.head_count_kv"
     listed = fields.get(key)
     if not isinstance(listed, list):
         return fields.positive(key, heads)
-    if some:
-        listed = [count for count in listed if count]
-    if len(set(listed)) != 1:
+    listed, read = [count for count in listed if count or not family.gguf.recurrent], family.gguf.keys.values()
+    if len(set(listed)) != 1 and (family.gguf.recurrent or "attention.head_count_kv" not in read):
         raise UnsupportedModel(key, "layers with different numbers of KV heads are not supported")
     return JsonFields({key: listed[0]}, fields.source).positive(key)
 

@@ -8,17 +8,19 @@ from math import prod
 from pathlib import Path
 
 from moonpool.base.checkpoint.gguf import GgufFile
-from moonpool.base.checkpoint.gguf_config import ROPE_DIVISORS, config_of
+from moonpool.base.checkpoint.gguf_config import LONGROPE_FACTORS, ROPE_DIVISORS, config_of
 from moonpool.base.checkpoint.tensor_info import TensorInfo
 from moonpool.base.checkpoint.weight_formats import GgufType
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
 from moonpool.base.families.base import ModelFamily
 
-_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+(?:\.\w+)?)\.(?P<kind>weight|bias)")
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+(?:\.\w+)??)(?:\.(?P<kind>weight|bias|scale))?")
 _PAIRED = ("attn_q", "attn_k")
-_WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
-"""Tensors with folder names that do not end with .weight or .bias."""
+_WHOLE_NAMES = ("sinks", "correction", "scalar", "router_scale", "expert_scale")
+"""Fields of `TensorNames` that do not end with .weight or .bias."""
+_WHOLE_RECURRENT = ("decay", "step_bias", "skip")
+"""As `_WHOLE_NAMES`, of the keys of `TensorNames.recurrent`."""
 
 
 def gguf_index(path: Path) -> dict[str, TensorInfo]:
@@ -35,14 +37,16 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     paired = config.head_dim if family.gguf.paired_rows else 0
     index: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
-        if name == ROPE_DIVISORS or (family.gguf.further_layers and _layer(name) >= config.num_layers):
+        if name in (ROPE_DIVISORS, *LONGROPE_FACTORS) or (
+            family.gguf.further_layers and _layer(name) >= config.num_layers
+        ):
             continue
         ours, leaf = translated(name, family)
         row = leaf == "exp_probs_b" and family.names.correction_row
         info = TensorInfo(
             tensor.file,
             tensor.type.name,
-            (1, prod(tensor.shape)) if row else _shape(tensor.shape, family.gguf.recurrent.get(leaf, "")),
+            (1, prod(tensor.shape)) if row else _shape(tensor.shape, family, leaf),
             begin=tensor.begin,
             paired_rows=paired if leaf in _PAIRED else 0,
             format=tensor.type if tensor.type.elements > 1 else None,
@@ -51,9 +55,17 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     return index
 
 
-def _shape(shape: tuple[int, ...], role: str) -> tuple[int, ...]:
-    """Return the shape that a folder has: converters leave out a convolution's dimension of 1."""
-    return (shape[0], 1, shape[1]) if role == "conv" and len(shape) == 2 else shape
+def _shape(shape: tuple[int, ...], family: ModelFamily, leaf: str) -> tuple[int, ...]:
+    """Return the shape that a folder has. Converters leave out a convolution's dimension of 1, and give vectors one."""
+    role = "" if family.gguf is None else _recurrent_role(family, family.gguf.recurrent.get(leaf, ""))
+    if role == "conv" and len(shape) > 1:
+        return (prod(shape[:-1]), 1, shape[-1])
+    return (prod(shape),) if role in (*_WHOLE_RECURRENT, "norm") else shape
+
+
+def _recurrent_role(family: ModelFamily, name: str) -> str:
+    """Return the key of `TensorNames.recurrent` that has a name; "": none."""
+    return next((role for role, names in family.names.recurrent.items() if name in names), "")
 
 
 def _layer(name: str) -> int:
@@ -63,12 +75,18 @@ def _layer(name: str) -> int:
 
 
 def _by_expert(name: str, info: TensorInfo, kind: GgufType) -> dict[str, TensorInfo]:
-    """Return each expert's part of a tensor that holds all experts, [experts, outputs, inputs]."""
-    count, *shape = info.shape
+    """Return each expert's part of a tensor that holds all experts, [experts, outputs, inputs] or [experts, outputs].
+
+    If `name` is several names by space, an expert's rows are the tensors of these names.
+    """
+    count, rows, *inputs = info.shape
+    names = name.split()
+    shape = (rows // len(names), *inputs)
     size = prod(shape) // kind.elements * kind.bytes
     return {
-        name.format(expert=expert): replace(info, shape=tuple(shape), begin=info.begin + expert * size)
+        part.format(expert=expert): replace(info, shape=shape, begin=info.begin + (expert * len(names) + place) * size)
         for expert in range(count)
+        for place, part in enumerate(names)
     }
 
 
@@ -85,15 +103,22 @@ def translated(name: str, family: ModelFamily) -> tuple[str, str]:
         raise UnsupportedModel(name, f"{family.architecture} has no GGUF names here")
     match = _TENSOR_NAME.fullmatch(name)
     known = {} if match is None else gguf.outer if match["layer"] is None else {**gguf.layer, **gguf.renamed}
-    ours: str = "" if match is None else getattr(names, known.get(match["leaf"], ""), "")
-    if match is not None and match["leaf"] in gguf.recurrent:
-        (ours,) = names.recurrent[gguf.recurrent[match["leaf"]]]
+    leaf = "" if match is None else f"{match['leaf']}.scale" if match["kind"] == "scale" else match["leaf"]
+    prefix = "" if match is None or match["layer"] is None else names.layer.format(index=match["layer"])
+    if match is not None and leaf in gguf.recurrent:
+        ours = gguf.recurrent[leaf]
+        whole = _recurrent_role(family, ours) in _WHOLE_RECURRENT
+        return f"{prefix}{ours}" + ("" if whole else f".{match['kind']}"), leaf
+    if leaf == "ffn_gate_up_exps":
+        each = f"{prefix}{names.expert}"
+        return f"{each}{names.expert_gate}.weight {each}{names.expert_up}.weight", leaf
+    role = known.get(leaf, "")
+    ours = getattr(names, role, "")
     if match is None or not ours:
         raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
-    leaf = match["leaf"]
     if match["layer"] is None:
         return f"{ours.removesuffix('.weight')}.{match['kind']}", leaf
     if leaf.endswith("_exps"):
         ours = f"{names.expert}{ours}"
-    ending = "" if leaf in _WHOLE_NAMES else f".{match['kind']}"
-    return f"{names.layer.format(index=match['layer'])}{ours}{ending}", leaf
+    ending = "" if role in _WHOLE_NAMES else f".{match['kind']}"
+    return f"{prefix}{ours}{ending}", leaf

@@ -133,6 +133,16 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def _spaced(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a BPE tokenizer by merges whose spaces are a letter, with byte tokens for what has none (Gemma 4)."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in _listed(metadata, "merges")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
     """Return a SentencePiece BPE tokenizer; bytes without a separate token have byte tokens."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -166,6 +176,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[
 _MAKERS: dict[str, Callable[[Mapping[str, Any], Sequence[str]], tokenizers.Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
+    "gemma4": _spaced,
 }
 
 

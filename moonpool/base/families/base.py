@@ -84,7 +84,8 @@ class TensorNames:
     """Of layers with a recurrent state: names by field of `moonpool.engine.models.recurrent.RecurrentWeights`. Tensors
     of one field are stacked. Names of "decay", "step_bias" and "skip" are whole."""
     interleaved: bool = False
-    """Whether the rows of "inputs" lie by key head: its query, key, values and gates; its b and a ("gated_delta")."""
+    """Whether the rows of "inputs" lie by key head: its query, key, values and gates; its b and a ("gated_delta").
+    GGUF files have the first of the two by kind, as the tensors "split" of `recurrent`."""
     attention_out_norm: str = "post_attention_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
     feed_forward_out_norm: str = "post_feedforward_layernorm"
@@ -179,7 +180,10 @@ class GgufNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """What differs from `layer` in this architecture."""
     recurrent: Mapping[str, str] = field(default_factory=dict)
-    """Key of `TensorNames.recurrent` by GGUF's name. Layers with no KV heads are the recurrent ones."""
+    """Name in `TensorNames.recurrent` by GGUF's name. If KV heads are listed, layers with none are the recurrent ones.
+    """
+    in_turn: bool = False
+    """Whether the converter moved the heads of values so that `RecurrentSpec.in_turn` holds."""
     further_layers: str = ""
     """Key for the number of layers that only drafting uses, which the files count among their layers."""
 
@@ -281,6 +285,17 @@ def layer_kinds(
         if kind not in known:
             raise UnsupportedModel(key, f"{kind!r} is none of {', '.join(known)}")
     return [str(kind) for kind in kinds[:layers]]
+
+
+def own_keys(keys: Mapping[str, Any], other_keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return `keys`, by common names, under the names that a family has for them (`ModelFamily.other_keys`)."""
+    return {other_keys.get(ours, ours): value for ours, value in keys.items()}
+
+
+def kinds_by_kv_heads(found: Mapping[str, Any], recurrent: str) -> list[str] | None:
+    """Return the layers' kinds of a GGUF file that lists KV heads: `recurrent` where there are none; None: no list."""
+    heads = found.get("listed_kv_heads")
+    return ["full_attention" if count else recurrent for count in heads] if isinstance(heads, list) else None
 
 
 def windowed(fields: JsonFields, decoder: DecoderSpec, kinds: Sequence[str]) -> DecoderSpec:

@@ -105,7 +105,7 @@ def with_dense_layers(fields: JsonFields, decoder: DecoderSpec, experts: Experts
     )
 
 
-_LATENT_KEYS = {
+LATENT_KEYS = {
     **SHARED_EXPERT_KEYS,
     "kv_lora_rank": "attention.kv_lora_rank",
     "q_lora_rank": "attention.q_lora_rank",
@@ -118,7 +118,7 @@ _LATENT_KEYS = {
 }
 
 
-def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+def latent_from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
     """Return the keys of config.json. Files with one KV head give all heads' lengths under separate keys."""
     rope = found["qk_rope_head_dim"]
     keys = {
@@ -155,7 +155,7 @@ DEEPSEEK_V2 = ModelFamily(
         "topk_method": "greedy",
         "first_k_dense_replace": 0,
     },
-    gguf=GgufNames(architecture="deepseek2", keys=_LATENT_KEYS, complete=_from_gguf),
+    gguf=GgufNames(architecture="deepseek2", keys=LATENT_KEYS, complete=latent_from_gguf),
 )
 YOUTU = ModelFamily(
     architecture="YoutuForCausalLM",
@@ -196,8 +196,8 @@ DEEPSEEK_V3 = ModelFamily(
     },
     gguf=GgufNames(
         architecture="deepseek2",
-        keys=_LATENT_KEYS,
-        complete=lambda found: {**_from_gguf(found), "topk_method": "noaux_tc"},
+        keys=LATENT_KEYS,
+        complete=lambda found: {**latent_from_gguf(found), "topk_method": "noaux_tc"},
     ),
 )
 DEEPSEEK_V32 = ModelFamily(

@@ -1,9 +1,19 @@
 """EXAONE 4: norms behind both parts, windows with RoPE in three of four layers. K-EXAONE: norms before, experts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
-from moonpool.base.families.deepseek import shared_experts
+from moonpool.base.families.base import (
+    GgufNames,
+    ModelFamily,
+    TensorNames,
+    layer_kinds,
+    llama_decoder,
+    own_keys,
+    windowed,
+)
+from moonpool.base.families.deepseek import SHARED_EXPERT_KEYS, shared_experts
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec
 
@@ -50,6 +60,16 @@ def _attention(fields: JsonFields) -> DecoderSpec:
     return windowed(fields, decoder, kinds)
 
 
+_OTHER_KEYS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+
+
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the layers' kinds, as new files list them."""
+    windows = found.get("windows")
+    kinds = ["sliding_attention" if local else "full_attention" for local in windows] if windows else None
+    return {"sliding_window": found.get("sliding_window"), "layer_types": kinds}
+
+
 EXAONE4 = ModelFamily(
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
@@ -57,8 +77,8 @@ EXAONE4 = ModelFamily(
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096},
     gguf=GgufNames(
         architecture="exaone4",
-        keys={"sliding_window": "attention.sliding_window"},
-        complete=lambda found: {"sliding_window": found.get("sliding_window")},
+        keys={"sliding_window": "attention.sliding_window", "windows": "attention.sliding_window_pattern"},
+        complete=_from_gguf,
     ),
 )
 EXAONE_MOE = ModelFamily(
@@ -76,5 +96,15 @@ EXAONE_MOE = ModelFamily(
         "routed_scaling_factor": 2.5,
     },
     names=TensorNames(correction="mlp.e_score_correction_bias"),
-    other_keys={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    other_keys=_OTHER_KEYS,
+    gguf=GgufNames(
+        architecture="exaone-moe",
+        further_layers="nextn_predict_layers",
+        keys={
+            **own_keys(SHARED_EXPERT_KEYS, _OTHER_KEYS),
+            "sliding_window": "attention.sliding_window",
+            "windows": "attention.sliding_window_pattern",
+        },
+        complete=_from_gguf,
+    ),
 )

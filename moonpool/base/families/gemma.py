@@ -147,6 +147,31 @@ def _query_scalar(found: dict[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _from_gguf4(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Files name sizes of layers that see all tokens where other files name those of all layers."""
+    layers, width, inner = found["num_hidden_layers"], found.get("local_dim", found["head_dim"]), found["listed_inner"]
+    windows, heads = found.get("windows") or [True] * layers, found.get("listed_kv_heads")
+    listed = heads if isinstance(heads, list) else [found["num_key_value_heads"]] * layers
+    sizes = dict(zip(windows, listed, strict=False))
+    rotated = {"rope_type": "default", "rope_theta": found["rope_theta"]}
+    local = {"rope_type": "default", "rope_theta": found.get("local_base", 10000.0)}
+    if "local_rotated" in found:
+        local["partial_rotary_factor"] = found["local_rotated"] / width
+    return {
+        "head_dim": width,
+        "global_head_dim": found["head_dim"],
+        "num_key_value_heads": sizes.get(True, listed[0]),
+        "num_global_key_value_heads": sizes.get(False, listed[-1]),
+        "layer_types": ["sliding_attention" if local else "full_attention" for local in windows],
+        "intermediate_size": min(inner) if isinstance(inner, list) else inner,
+        "use_double_wide_mlp": isinstance(inner, list) and len(set(inner)) > 1,
+        "enable_moe_block": bool(found.get("num_experts")),
+        "hidden_size_per_layer_input": found.get("hidden_size_per_layer_input", 0),
+        "vocab_size_per_layer_input": found["vocab_size"],
+        "rope_parameters": {"full_attention": rotated, "sliding_attention": local},
+    }
+
+
 _NAMES = TensorNames(feed_forward_norm="pre_feedforward_layernorm")
 GEMMA = ModelFamily(
     architecture="GemmaForCausalLM",
@@ -251,6 +276,44 @@ GEMMA4 = ModelFamily(
         experts_down="experts.down_proj",
         expert="experts.{expert}.",
     ),
+    gguf=GgufNames(
+        architecture="gemma4",
+        keys={
+            "sliding_window": "attention.sliding_window",
+            "windows": "attention.sliding_window_pattern",
+            "local_dim": "attention.key_length_swa",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "listed_kv_heads": "attention.head_count_kv",
+            "listed_inner": "feed_forward_length",
+            "local_base": "rope.freq_base_swa",
+            "local_rotated": "rope.dimension_count_swa",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        complete=_from_gguf4,
+        outer={
+            "token_embd": "embedding",
+            "output_norm": "norm",
+            "output": "head",
+            "per_layer_token_embd": "per_layer_embedding",
+            "per_layer_model_proj": "per_layer_input",
+            "per_layer_proj_norm": "per_layer_input_norm",
+        },
+        renamed={
+            "layer_output_scale": "scalar",
+            "inp_gate": "per_layer_gate",
+            "proj": "per_layer_output",
+            "post_norm": "per_layer_norm",
+            "pre_ffw_norm_2": "experts_norm",
+            "post_ffw_norm_1": "dense_out_norm",
+            "post_ffw_norm_2": "experts_out_norm",
+            "ffn_gate_inp.scale": "router_scale",
+            "ffn_down_exps.scale": "expert_scale",
+        },
+    ),
 )
 GEMMA4_UNIFIED = replace(
     GEMMA4,
@@ -261,4 +324,5 @@ GEMMA4_UNIFIED = replace(
         "max_position_embeddings": 262144,
         "sliding_window": 1024,
     },
+    gguf=None,  # its files say gemma4, too
 )

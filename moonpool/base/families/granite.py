@@ -1,9 +1,19 @@
 """Granite: dense, with experts, windows or Mamba-2 layers; factors of embeddings, residual sums, attention, logits."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moonpool.base.errors import CheckpointError, UnsupportedModel
-from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.base import (
+    GgufNames,
+    ModelFamily,
+    TensorNames,
+    kinds_by_kv_heads,
+    layer_kinds,
+    llama_decoder,
+    windowed,
+)
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
@@ -100,6 +110,32 @@ _KEYS = {
     "logits_scaling": "logit_scale",
     "attention_multiplier": "attention.scale",
 }
+_EXPERT_KEYS = {
+    **_KEYS,
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+}
+_MAMBA_KEYS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "inner": "ssm.inner_size",
+}
+
+
+def _hybrid_from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return what files say in other words. Without rotary embeddings they say that RoPE was not tuned."""
+    return {
+        "layer_types": kinds_by_kv_heads(found, "mamba"),
+        "position_embedding_type": "rope" if found.get("rotated", True) else "nope",
+        "mamba_expand": found.get("inner", 0) // found["hidden_size"],
+        "num_local_experts": found.get("num_local_experts", 0),
+        "shared_intermediate_size": found.get("shared_intermediate_size", found["intermediate_size"]),
+    }
+
+
 GRANITE = ModelFamily(
     architecture="GraniteForCausalLM",
     model_type="granite",
@@ -124,11 +160,7 @@ GRANITE_MOE = ModelFamily(
         experts_gate_up="block_sparse_moe.input_linear.weight",
         experts_down="block_sparse_moe.output_linear.weight",
     ),
-    gguf=GgufNames(
-        architecture="granitemoe",
-        paired_rows=True,
-        keys={**_KEYS, "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-    ),
+    gguf=GgufNames(architecture="granitemoe", paired_rows=True, keys=_EXPERT_KEYS),
 )
 GRANITE_MOE_SHARED = ModelFamily(
     architecture="GraniteMoeSharedForCausalLM",
@@ -189,6 +221,26 @@ GRANITE_HYBRID = ModelFamily(
             "skip": ("mamba.D",),
             "norm": ("mamba.norm",),
             "output": ("mamba.out_proj",),
+        },
+    ),
+    gguf=GgufNames(
+        architecture="granitehybrid",
+        paired_rows=True,
+        keys={
+            **_EXPERT_KEYS,
+            **_MAMBA_KEYS,
+            "listed_kv_heads": "attention.head_count_kv",
+            "rotated": "rope.scaling.finetuned",
+        },
+        complete=_hybrid_from_gguf,
+        recurrent={
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_a": "mamba.A_log",
+            "ssm_dt": "mamba.dt_bias",
+            "ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
         },
     ),
 )

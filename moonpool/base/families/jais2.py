@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.base.families.base import ModelFamily, llama_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily, llama_decoder
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, NormSpec
 
@@ -22,4 +22,5 @@ JAIS2 = ModelFamily(
         "hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True,
         "max_position_embeddings": 8192,
     },
+    gguf=GgufNames(architecture="jais2"),
 )  # fmt: skip

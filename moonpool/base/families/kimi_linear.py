@@ -2,10 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.base import ModelFamily, TensorNames, layer_kinds
-from moonpool.base.families.deepseek import latent_decoder, shared_experts
+from moonpool.base.families.base import (
+    GgufNames,
+    ModelFamily,
+    TensorNames,
+    kinds_by_kv_heads,
+    layer_kinds,
+    own_keys,
+)
+from moonpool.base.families.deepseek import LATENT_KEYS, latent_decoder, latent_from_gguf, shared_experts
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, LayerSpec, RecurrentSpec
 
@@ -59,6 +67,26 @@ def _linear_fields(fields: JsonFields) -> JsonFields:
     )
 
 
+_OTHER_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+
+
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return what files say in other words; their layers of both kinds have the same number of heads."""
+    return {
+        **own_keys(latent_from_gguf(found), _OTHER_KEYS),
+        "layer_types": kinds_by_kv_heads(found, "linear_attention"),
+        "linear_num_heads": found["num_attention_heads"],
+        "model_max_length": found["max_position_embeddings"],
+    }
+
+
 KIMI_LINEAR = ModelFamily(
     architecture="KimiLinearForCausalLM",
     model_type="kimi_linear",
@@ -83,14 +111,7 @@ KIMI_LINEAR = ModelFamily(
         "linear_num_heads": 32,
         "linear_conv_kernel_dim": 4,
     },
-    other_keys={
-        "max_position_embeddings": "model_max_length",
-        "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group",
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_shared_experts": "num_shared_experts",
-    },
+    other_keys=_OTHER_KEYS,
     renamed={".mlp.": ".block_sparse_moe."},
     names=TensorNames(
         router="block_sparse_moe.gate",
@@ -111,6 +132,27 @@ KIMI_LINEAR = ModelFamily(
             "gates": ("self_attn.g_b_proj",),
             "norm": ("self_attn.o_norm",),
             "output": ("self_attn.o_proj",),
+        },
+    ),
+    gguf=GgufNames(
+        architecture="kimi-linear",
+        keys={
+            **own_keys(LATENT_KEYS, _OTHER_KEYS),
+            "listed_kv_heads": "attention.head_count_kv",
+            "linear_head_dim": "kda.head_dim",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+        },
+        complete=_from_gguf,
+        recurrent={
+            **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in ("q", "k", "v")},
+            "ssm_f_a": "self_attn.f_a_proj",
+            "ssm_f_b": "self_attn.f_b_proj",
+            "ssm_g_a": "self_attn.g_a_proj",
+            "ssm_g_b": "self_attn.g_b_proj",
+            "ssm_beta": "self_attn.b_proj",
+            "ssm_a": "self_attn.A_log",
+            "ssm_dt": "self_attn.dt_bias",
+            "ssm_norm": "self_attn.o_norm",
         },
     ),
 )

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder
+from moonpool.base.families.base import (
+    GgufNames,
+    ModelFamily,
+    TensorNames,
+    kinds_by_kv_heads,
+    layer_kinds,
+    llama_decoder,
+)
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
@@ -60,9 +67,7 @@ def _with_width(fields: JsonFields) -> JsonFields:
 
 def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
     """Return the kinds of layers. Files give the inner width as the model has it."""
-    heads = found.get("listed_kv_heads")
-    kinds = ["full_attention" if count else "conv" for count in heads] if isinstance(heads, list) else None
-    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    return {"layer_types": kinds_by_kv_heads(found, "conv"), "block_auto_adjust_ff_dim": False}
 
 
 _GGUF = GgufNames(
@@ -70,7 +75,11 @@ _GGUF = GgufNames(
     keys={"conv_L_cache": "shortconv.l_cache", "listed_kv_heads": "attention.head_count_kv"},
     complete=_from_gguf,
     outer={"token_embd": "embedding", "token_embd_norm": "norm", "output": "head"},
-    recurrent={"shortconv.in_proj": "inputs", "shortconv.conv": "conv", "shortconv.out_proj": "output"},
+    recurrent={
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+    },
 )
 LFM2 = ModelFamily(
     architecture="Lfm2ForCausalLM",

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from moonpool.base.errors import CheckpointError
-from moonpool.base.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec, RopeSpec
 
@@ -68,6 +69,15 @@ def _rotated(fields: JsonFields, layers: int) -> Sequence[bool]:
     return [bool(mark) for mark in marks]
 
 
+def _from_gguf(found: dict[str, Any]) -> dict[str, Any]:
+    """Files name neither the dense width so nor the norm of queries and keys, which only 128 experts do without."""
+    return {
+        "intermediate_size_mlp": found["intermediate_size"],
+        "intermediate_size": found.get("inner", found["intermediate_size"]),
+        "use_qk_norm": found.get("num_local_experts") != 128,
+    }
+
+
 LLAMA4 = ModelFamily(
     architecture="Llama4ForCausalLM",
     model_type="llama4_text",
@@ -95,5 +105,15 @@ LLAMA4 = ModelFamily(
         shared_gate="feed_forward.shared_expert.gate_proj",
         shared_up="feed_forward.shared_expert.up_proj",
         shared_down="feed_forward.shared_expert.down_proj",
+    ),
+    gguf=GgufNames(
+        architecture="llama4",
+        keys={
+            "inner": "expert_feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+        },
+        complete=_from_gguf,
     ),
 )

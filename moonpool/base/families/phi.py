@@ -42,6 +42,7 @@ PHI = ModelFamily(
     names=TensorNames(
         norm="model.final_layernorm", output="self_attn.dense", up="mlp.fc1", down="mlp.fc2"
     ),
+    gguf=GgufNames(architecture="phi2"),
 )  # fmt: skip
 PHI3 = ModelFamily(
     architecture="Phi3ForCausalLM",
@@ -52,6 +53,7 @@ PHI3 = ModelFamily(
     gguf=GgufNames(
         architecture="phi3",
         keys={"sliding_window": "attention.sliding_window"},
+        complete=lambda found: {"sliding_window": found.get("sliding_window") or None},  # Phi 4's files say 0
         renamed={"attn_qkv": "qkv", "ffn_up": "gate_up"},
     ),
 )

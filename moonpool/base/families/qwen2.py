@@ -67,7 +67,7 @@ QWEN2 = ModelFamily(
         "sliding_window": 4096,
         "max_position_embeddings": 32768,
     },
-    gguf=GgufNames(architecture="qwen2"),
+    gguf=GgufNames(architecture="qwen2", other_architectures=("qwen2vl",)),
 )
 QWEN2_MOE = ModelFamily(
     architecture="Qwen2MoeForCausalLM",

@@ -1,8 +1,9 @@
 """Qwen3-Next and Qwen3.5 (text): gated delta nets, and gated attention in every fourth layer."""
 
 from dataclasses import replace
+from typing import Any
 
-from moonpool.base.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.qwen2 import sparse_layer
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
@@ -76,6 +77,50 @@ _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+
+
+def _from_gguf(found: dict[str, Any]) -> dict[str, Any]:
+    return {"linear_value_head_dim": found.get("inner", 0) // max(1, found.get("linear_num_value_heads", 1))}
+
+
+_GGUF = GgufNames(
+    architecture="qwen35",
+    whole_norms=True,
+    further_layers="nextn_predict_layers",
+    keys={
+        "full_attention_interval": "full_attention_interval",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "inner": "ssm.inner_size",
+    },
+    complete=_from_gguf,
+    renamed={"post_attention_norm": "feed_forward_norm"},
+    in_turn=True,
+    recurrent={
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+)
+_MOE_GGUF = replace(
+    _GGUF,
+    architecture="qwen35moe",
+    keys={
+        **_GGUF.keys,
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    },
+)
 QWEN3_NEXT = ModelFamily(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
@@ -91,7 +136,21 @@ QWEN3_NEXT = ModelFamily(
     names=replace(
         _SHARED,
         interleaved=True,
-        recurrent={**_SHARED.recurrent, "inputs": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
+        recurrent={
+            **_SHARED.recurrent,
+            "inputs": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
+            "split": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        },
+    ),
+    gguf=replace(
+        _MOE_GGUF,
+        architecture="qwen3next",
+        in_turn=False,
+        recurrent={
+            **{name: ours for name, ours in _GGUF.recurrent.items() if name not in ("ssm_beta", "ssm_alpha")},
+            "ssm_in": "linear_attn.in_proj_qkvz",
+            "ssm_ba": "linear_attn.in_proj_ba",
+        },
     ),
 )
 QWEN3_5 = ModelFamily(
@@ -100,6 +159,7 @@ QWEN3_5 = ModelFamily(
     decoder=_decoder,
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     names=_SHARED,
+    gguf=_GGUF,
 )
 QWEN3_5_MOE = ModelFamily(
     architecture="Qwen3_5MoeForCausalLM",
@@ -114,4 +174,5 @@ QWEN3_5_MOE = ModelFamily(
         "shared_expert_intermediate_size": 512,
     },
     names=replace(_SHARED, experts_gate_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"),
+    gguf=_MOE_GGUF,
 )

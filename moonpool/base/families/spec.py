@@ -166,7 +166,7 @@ class RecurrentSpec:
     heads: int = 0
     """Of values; 0: there is no state beside the convolution's."""
     key_heads: int = 0
-    """Of keys and queries; each serves heads / key_heads consecutive heads of values."""
+    """Of keys and queries; each serves heads / key_heads heads of values, consecutive ones unless `in_turn`."""
     key_dim: int = 0
     value_dim: int = 0
     width: int = 0
@@ -178,6 +178,10 @@ class RecurrentSpec:
     """Of the norm before the last projection."""
     gate_first: bool = False
     """Whether that norm's input is gated, instead of its result."""
+    in_turn: bool = False
+    """Whether heads of keys serve heads of values in turn: value head h has key head h % key_heads."""
+    decay_stored: bool = False
+    """Whether the checkpoint has the decay itself, instead of the logarithm of its negative."""
 
     @property
     def channels(self) -> int:

@@ -360,6 +360,15 @@ def _ends_before_bad_token(bad: tuple[int, ...], tokens: "array[int]", position:
     return before <= position and tokens[len(tokens) - before :].tolist() == list(bad[:-1])
 
 
+def max_steps_in_flight(stages: int) -> int:
+    """Return the most steps that an engine of so many stages holds at once.
+
+    In a pipeline one more step than stages: it waits at the first stage, which so begins the next step without a round
+    trip to the scheduler. One stage takes one step: a step decided later may still hold a prompt that has just come.
+    """
+    return 1 if stages == 1 else stages + 1
+
+
 def stage_ranges(layers: int, stages: int) -> list[tuple[int, int]]:
     """Half-open layer ranges of the stages, as even as possible; earlier stages take the odd layers.
 

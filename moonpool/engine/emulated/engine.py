@@ -26,6 +26,7 @@ from moonpool.base.scheduling.steps import (
     Step,
     StepResult,
     finished_blocks,
+    max_steps_in_flight,
     stage_ranges,
 )
 from moonpool.base.telemetry.logs import get_logger
@@ -179,8 +180,9 @@ class EmulatedEngine:
         """See `Engine.run`. Nothing is hashed behind the tokens, so they come with the result."""
         if self._failed.done():
             raise Unavailable(self._failed.result())
-        if len(self._tasks) >= self.stages:
-            raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        most = max_steps_in_flight(self.stages)
+        if len(self._tasks) >= most:
+            raise Internal(f"step {step.step_id} would be one more than the {most} that may be in flight")
         if self._last_step_id is not None and step.step_id <= self._last_step_id:
             raise Internal(f"step {step.step_id} after step {self._last_step_id}")
         self._last_step_id = step.step_id

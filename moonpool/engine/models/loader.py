@@ -429,7 +429,7 @@ class _LayerReader:
             conv,
             stacked("conv_bias"),
             self._linear("output"),
-            decay=None if decay is None else -decay.exp(),
+            decay=decay if decay is None or spec.decay_stored else -decay.exp(),
             step_bias=wide("step_bias"),
             skip=wide("skip"),
             norm=self._optional("norm"),

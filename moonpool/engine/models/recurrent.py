@@ -199,8 +199,9 @@ class RecurrentWeights:
         else:
             q, k, v = torch.split(mixed, [keys, keys, values], dim=2)
         each = spec.heads // spec.key_heads
-        heads = torch.unflatten(torch.cat((q, k), dim=2), 2, (-1, spec.key_dim)).repeat_interleave(each, 2)
-        q, k = heads.transpose(1, 2).chunk(2, dim=1)
+        heads = torch.unflatten(torch.cat((q, k), dim=2), 2, (2, spec.key_heads, spec.key_dim))
+        heads = heads.repeat(1, 1, 1, each, 1) if spec.in_turn else heads.repeat_interleave(each, 3)
+        q, k = heads.permute(2, 0, 3, 1, 4)
         return q, k, torch.unflatten(v, 2, (-1, spec.value_dim)).transpose(1, 2)
 
     def _gated(self, found: Tensor, gate: Tensor) -> Tensor:

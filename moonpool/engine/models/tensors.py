@@ -89,13 +89,17 @@ def layer_tensors(
     if spec.scalar:
         slots["scalar"] = _plain(names.scalar, (1,))
     if spec.recurrent is not None:
-        slots |= _recurrent(names, config.hidden_size, spec.recurrent)
+        slots |= _recurrent(names, config.hidden_size, spec.recurrent, lambda name: has(f"{prefix}{name}.weight"))
     elif spec.attention.latent is not None:
         split = not has(f"{prefix}{names.kv_b}.weight")
         slots |= _latent(names, config, spec.attention, spec.attention.latent, paired, split=split)
     else:
         slots |= _attention(names, config, spec.attention, paired)
     whole = bool(names.experts_gate_up) and has(f"{prefix}{names.experts_gate_up}")
+    if not has(f"{prefix}{names.gate_up}.weight"):
+        names = replace(names, gate_up="")
+    if not has(f"{prefix}{names.shared_gate_up}.weight"):
+        names = replace(names, shared_gate_up="")
     slots |= dict(_feed_forward(names, config.hidden_size, spec, whole=whole))
     return {
         slot: Stored(f"{prefix}{part.name}", part.shape, part.kept_shape, part.arrange) for slot, part in slots.items()
@@ -181,7 +185,7 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
     return slots
 
 
-def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec) -> Slots:
+def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec, has: Callable[[str], bool]) -> Slots:
     """Return the tensors of a recurrent part; projections that are stacked have numbers behind their slots."""
     keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
     rows = {
@@ -192,9 +196,14 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec) -> Slots:
         else (spec.channels, values, spec.heads, spec.heads),
         "kimi_delta": (keys, keys, values, spec.width, spec.width, spec.heads),
     }[spec.kind]
-    arranged = (partial(_by_kind, spec, 2), partial(_by_kind, spec, 0)) if names.interleaved else (None,) * len(rows)
     theirs, slots = names.recurrent, Slots()
-    for number, (name, count, arrange) in enumerate(zip(theirs["inputs"], rows, arranged, strict=True)):
+    inputs = theirs["inputs"]
+    by_kind = (partial(_by_kind, spec, 2), partial(_by_kind, spec, 0))
+    arranged: tuple[Callable[[Tensor], Tensor] | None, ...] = by_kind if names.interleaved else (None,) * len(rows)
+    if names.interleaved and not has(inputs[0]):
+        inputs, rows = (*theirs["split"], inputs[1]), (spec.channels, values, 2 * spec.heads)
+        arranged = (None, None, by_kind[1])
+    for number, (name, count, arrange) in enumerate(zip(inputs, rows, arranged, strict=True)):
         slots |= _linear(names, f"inputs{number}", name, (count, hidden), bias=spec.bias, arrange=arrange)
     channels = (spec.channels,) if len(theirs["conv"]) == 1 else (keys, keys, values)
     for number, (name, count) in enumerate(zip(theirs["conv"], channels, strict=True)):
@@ -206,7 +215,7 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec) -> Slots:
     slots |= _linear(names, "output", theirs["output"][0], (hidden, outputs), bias=spec.bias)
     fine = spec.kind == "kimi_delta"
     if "decay" in theirs:
-        stored = (1, 1, spec.heads, 1) if fine else (spec.heads,)
+        stored = (1, 1, spec.heads, 1) if fine and not spec.decay_stored else (spec.heads,)
         slots["decay"] = Stored(theirs["decay"][0], stored, (spec.heads,), torch.Tensor.flatten)
         slots["step_bias"] = _plain(theirs["step_bias"][0], (keys if fine else spec.heads,))
         slots["norm"] = _plain(f"{theirs['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))

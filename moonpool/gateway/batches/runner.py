@@ -7,14 +7,14 @@ import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 from moonpool.base import world
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.runtime.tenant_turns import TenantTurns, Turns
 from moonpool.base.scheduling.fair_share import MOST_PRIORITY
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.gateway.batches.in_process import InProcessClient, InProcessResponse
-from moonpool.gateway.batches.lines import GENERATING, MAX_ERRORS, prompt_chain, read_lines
+from moonpool.gateway.batches.lines import MAX_ERRORS, InputFile, LineRequest, line_request
 from moonpool.gateway.batches.store import BatchStore, StoredBatch, StoredLine
 
 RETRIED = (408, 409, 425, 429, 502, 503)
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 class BatchRunner:
-    """Runs the batches of a store, all at once, in as many slots as there are.
+    """Runs the batches of a store, all at once, in as many slots as there are; tenants take turns at them.
 
     Attributes:
         store: files and batches.
@@ -41,6 +41,7 @@ class BatchRunner:
     Args:
         store: the batches.
         client: sends a line's request to this gateway's application.
+        reading: reads lines on a thread, in turns of tenants.
         waiting: how many requests wait in the cluster now; raises MoonpoolError if the cluster does not say.
         concurrency: lines that run at once, of all batches.
         max_line_bytes: bytes of a line at most.
@@ -50,14 +51,15 @@ class BatchRunner:
         self,
         store: BatchStore,
         client: InProcessClient,
+        reading: TenantTurns,
         waiting: Callable[[], Awaitable[int]],
         concurrency: int,
         max_line_bytes: int,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.store, self._client, self._waiting = store, client, waiting
+        self.store, self._client, self._reading, self._waiting = store, client, reading, waiting
         self._max_line_bytes = max_line_bytes
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = Turns(concurrency, credit=1.0)
         self._sleep = sleep
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -117,12 +119,14 @@ class BatchRunner:
 
     async def _validate(self, batch: StoredBatch) -> StoredBatch | None:
         path, endpoint = self.store.path(batch.body["input_file_id"]), batch.body["endpoint"]
-        lines, errors = await asyncio.to_thread(read_lines, path, endpoint, self._max_line_bytes)
-        if errors:
-            data = [error.to_json() for error in errors[:MAX_ERRORS]]
+        file = InputFile(path, endpoint, self._max_line_bytes)
+        while await self._reading.run(batch.tenant, file.read_on):
+            pass
+        if file.errors:
+            data = [error.to_json() for error in file.errors[:MAX_ERRORS]]
             await self.store.change(batch, "failed", errors={"object": "list", "data": data})
             return None
-        await self.store.put_lines(batch.id, lines)
+        await self.store.put_lines(batch.id, await self._reading.run(batch.tenant, file.lines))
         return await self.store.change(batch, "in_progress")
 
     async def _run_lines(self, batch: StoredBatch) -> bool:
@@ -132,35 +136,35 @@ class BatchRunner:
         try:
             async with asyncio.timeout(max(0.0, left_s)), asyncio.TaskGroup() as group:
                 for line in lines:
-                    await self._slots.acquire()
+                    await self._slots.begin(batch.tenant)
                     try:
-                        before = await self._prepare(batch, line, before)
-                        running = group.create_task(self._run_line(batch, line))
+                        request = await self._prepare(batch, line, before)
+                        running = group.create_task(self._run_line(batch, line, request.body))
                     except BaseException:
-                        self._slots.release()
+                        self._slots.end(batch.tenant, 0.0)
                         raise
+                    before = request.head
                     # Not within the task: one that is cancelled before its first step runs no `finally`.
-                    running.add_done_callback(lambda _: self._slots.release())
+                    running.add_done_callback(lambda _: self._slots.end(batch.tenant, 1.0))
         except TimeoutError:
             return False
         return True
 
-    async def _prepare(self, batch: StoredBatch, line: StoredLine, before: str) -> str:
+    async def _prepare(self, batch: StoredBatch, line: StoredLine, before: str) -> LineRequest:
         """Wait while interactive requests wait for a place, and announce a prompt whose beginning is new.
 
-        `before` is the chain of the line before. Returns the line's own.
+        `before` is the head of the line before.
         """
         while await self._interactive_waiting():
             await self._sleep(LOOK_S)
-        request = await self._request(batch, line)
-        chain = prompt_chain(request)
-        if not before or not chain.startswith(before[:SHARED_CHARS]):
-            await self._announce(batch, request)
-        return chain
-
-    async def _request(self, batch: StoredBatch, line: StoredLine) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(await self.store.read_line(batch.body["input_file_id"], line))["body"]
-        return body
+        text, endpoint = await self.store.read_line(batch.body["input_file_id"], line), batch.body["endpoint"]
+        request = await self._reading.run(
+            batch.tenant, lambda: line_request(text, endpoint, MOST_PRIORITY, within_s=ANNOUNCED_S)
+        )
+        if request.announcement is not None and (not before or not request.head.startswith(before[:SHARED_CHARS])):
+            # The pool is told of a prompt whose beginning is new, so that its KV comes nearer before the line runs.
+            await self._client.post("/v1/prefetch", request.announcement, batch.tenant)
+        return request
 
     async def _interactive_waiting(self) -> bool:
         try:
@@ -168,21 +172,9 @@ class BatchRunner:
         except MoonpoolError:
             return False  # the line itself finds out, and is sent again
 
-    async def _announce(self, batch: StoredBatch, request: dict[str, Any]) -> None:
-        """Tell the pool of a prompt whose beginning is new, so that its KV comes nearer before the line runs."""
-        if batch.body["endpoint"] not in GENERATING:
-            return
-        line = {"url": batch.body["endpoint"], "body": request}
-        body = json.dumps({"requests": [line], "within_s": ANNOUNCED_S}).encode()
-        await self._client.post("/v1/prefetch", body, batch.tenant)
-
-    async def _run_line(self, batch: StoredBatch, line: StoredLine) -> None:
-        endpoint, request = batch.body["endpoint"], await self._request(batch, line)
-        if endpoint in GENERATING:
-            request = {"priority": MOST_PRIORITY, **request}
-        body = json.dumps(request).encode()
+    async def _run_line(self, batch: StoredBatch, line: StoredLine, body: bytes) -> None:
         for tries, pause in enumerate(_pauses(), 1):
-            response = await self._client.post(endpoint, body, batch.tenant)
+            response = await self._client.post(batch.body["endpoint"], body, batch.tenant)
             if response.status not in RETRIED and (response.status not in RETRIED_A_FEW_TIMES or tries >= MAX_TRIES):
                 await self.store.answer(batch.id, line, _answer(line, response), is_error=response.status >= 400)
                 return
@@ -198,8 +190,8 @@ class BatchRunner:
         )
         if cancelled or expired:
             for line in await self.store.lines_to_do(batch.id):
-                error = {"code": code, "message": message}
-                await self.store.answer(batch.id, line, _result(line, None, error), is_error=True)
+                error = json.dumps({"code": code, "message": message})
+                await self.store.answer(batch.id, line, _result(line, "null", error), is_error=True)
         counted = await self.store.batch(batch.tenant, batch.id)
         output = await self.store.write_answers(batch, is_error=False)
         errors = await self.store.write_answers(batch, is_error=True)
@@ -218,13 +210,13 @@ def _pauses() -> Iterator[float]:
 
 
 def _answer(line: StoredLine, response: InProcessResponse) -> str:
-    """A line's answer in OpenAI's form: the response as the endpoint gave it."""
-    told = {"status_code": response.status, "request_id": response.request_id, "body": json.loads(response.body)}
-    return _result(line, told, None)
+    """A line's answer in OpenAI's form: the response as the endpoint gave it, which is not parsed: it may be large."""
+    head = json.dumps({"status_code": response.status, "request_id": response.request_id})
+    body = response.body.decode().replace("\n", " ") or "null"  # between two parts of JSON: texts have none
+    return _result(line, f'{head[:-1]}, "body": {body}}}', "null")
 
 
-def _result(line: StoredLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
-    result = {
-        "id": f"batch_req_{world.random_hex(12)}", "custom_id": line.custom_id, "response": response, "error": error,
-    }  # fmt: skip
-    return json.dumps(result, ensure_ascii=False)
+def _result(line: StoredLine, response: str, error: str) -> str:
+    """A line of a file of answers, from JSON."""
+    head = json.dumps({"id": f"batch_req_{world.random_hex(12)}", "custom_id": line.custom_id})
+    return f'{head[:-1]}, "response": {response}, "error": {error}}}'

@@ -11,14 +11,16 @@ import hashlib
 import json
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from moonpool.base import world
-from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from moonpool.base.errors import ConfigError, InvalidRequest, MoonpoolError, NotFound, Unavailable
 
 SETTING = "batch_dir"
 _VERSION = 2
@@ -50,9 +52,21 @@ _ENDS = (
 """What version 2 has beside version 1."""
 _COLUMNS = "id, filename, purpose, bytes, created_at, expires_at"
 """Of a `StoredFile`, in order."""
+_NEVER = 1 << 62
+"""Later than any batch."""
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 UNDER_WAY: Sequence[Status] = ("validating", "in_progress", "finalizing", "cancelling")
+MAX_FILES = 10_000
+"""Files of a tenant, as many as OpenAI lists at once."""
+MAX_UNDER_WAY = 64
+"""Batches of a tenant that are not over: each keeps a row for each line."""
+MAX_KEPT = 10_000
+"""Batches of a tenant; of those that are over the oldest are forgotten, and their files stay."""
 T = TypeVar("T")
+
+
+class FullError(MoonpoolError):
+    """A tenant has as much as a tenant may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +149,8 @@ class BatchStore:
         self._files = folder / "files"
         self._threads = threads
         self._clock = clock
+        self._coming: Counter[str] = Counter()
+        """Bytes of files under way, by tenant."""
         try:
             self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = _opened(folder / "batches.db")
@@ -160,14 +176,41 @@ class BatchStore:
         return f"file-{world.random_hex(16)}"
 
     async def room(self, tenant: str) -> int:
-        """Bytes that a tenant's files may still take."""
+        """Bytes that a tenant's files may still take, beside those under way; 0 if there may be no further file."""
 
         def ask() -> int:
             self._drop_expired()
-            (held,) = self._db.execute("SELECT TOTAL(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
-            return max(0, self.max_bytes - int(held))
+            return self._room(tenant)
 
         return await self._run(ask)
+
+    def _room(self, tenant: str) -> int:
+        held, files = self._db.execute(
+            "SELECT TOTAL(bytes), COUNT(*) FROM files WHERE tenant = ?", (tenant,)
+        ).fetchone()
+        return max(0, self.max_bytes - int(held)) if files < MAX_FILES else 0
+
+    @contextmanager
+    def receiving(self, tenant: str, room: int) -> Iterator[Callable[[int], None]]:
+        """A file comes while the body of the `with` runs. Yields a function that counts bytes of the file.
+
+        That function raises `FullError` if all files of the tenant that are under way together have more than `room`.
+        """
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            taken += num_bytes
+            self._coming[tenant] += num_bytes
+            if self._coming[tenant] > room:
+                raise FullError("your files take as much as batch_bytes allows")
+
+        try:
+            yield take
+        finally:
+            self._coming[tenant] -= taken
+            if not self._coming[tenant]:
+                del self._coming[tenant]
 
     async def add_file(self, tenant: str, file: StoredFile) -> None:
         """Note a file whose bytes are there; they survive a loss of power. The bytes go if that fails."""
@@ -256,13 +299,33 @@ class BatchStore:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     async def add_batch(self, batch: StoredBatch) -> None:
-        """Keep a new batch."""
-        await self._run(
-            lambda: self._db.execute(
+        """Keep a new batch.
+
+        Raises:
+            FullError: the tenant has too many under way, or files that leave no room for answers.
+        """
+
+        def add() -> None:
+            tenant, marks = batch.tenant, ", ".join("?" * len(UNDER_WAY))
+            (running,) = self._db.execute(
+                f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND status IN ({marks})",  # noqa: S608
+                (tenant, *UNDER_WAY),
+            ).fetchone()
+            if running >= MAX_UNDER_WAY:
+                raise FullError(f"{running} of your batches are under way, as many as may be")
+            if not self._room(tenant):
+                raise FullError("your files take as much as batch_bytes allows, so answers have no room")
+            self._db.execute(
                 "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
-                (batch.tenant, batch.id, batch.body["created_at"], batch.status, json.dumps(batch.body)),
+                (tenant, batch.id, batch.body["created_at"], batch.status, json.dumps(batch.body)),
             )
-        )
+            self._db.execute(
+                f"DELETE FROM batches WHERE tenant = ? AND id IN (SELECT id FROM batches WHERE tenant = ? "  # noqa: S608
+                f"AND status NOT IN ({marks}) ORDER BY created_at DESC, id DESC LIMIT -1 OFFSET ?)",
+                (tenant, tenant, *UNDER_WAY, MAX_KEPT),
+            )
+
+        await self._run(add)
 
     async def batch(self, tenant: str, batch_id: str) -> StoredBatch:
         """A tenant's batch, with the counts of its lines now.
@@ -286,12 +349,12 @@ class BatchStore:
 
         def ask() -> tuple[list[StoredBatch], bool]:
             rows = self._db.execute(
-                "SELECT tenant, status, body FROM batches WHERE tenant = ? ORDER BY created_at DESC, id DESC", (tenant,)
+                "SELECT tenant, status, body FROM batches WHERE tenant = ? AND (created_at, id) < (COALESCE("
+                "(SELECT created_at FROM batches WHERE tenant = ? AND id = ?), ?), ?) "
+                "ORDER BY created_at DESC, id DESC LIMIT ?",
+                (tenant, tenant, after, _NEVER, after, limit + 1),
             ).fetchall()
-            found = [_batch(row) for row in rows]
-            ids = [each.id for each in found]
-            begin = ids.index(after) + 1 if after in ids else 0
-            return [self._counted(each) for each in found[begin : begin + limit]], len(found) > begin + limit
+            return [self._counted(_batch(row)) for row in rows[:limit]], len(rows) > limit
 
         return await self._run(ask)
 
@@ -302,7 +365,7 @@ class BatchStore:
     async def change(self, batch: StoredBatch, status: Status, **fields: Any) -> StoredBatch:
         """Give a batch that is under way another status, with the time of the change, and other fields.
 
-        A batch that is over keeps no answers: they are in its files. Returns the batch as it is then: unchanged if the
+        A batch that is over keeps no lines: answers are in its files. Returns the batch as it is then: unchanged if the
         batch was over before.
         """
 
@@ -321,7 +384,7 @@ class BatchStore:
                     (status, json.dumps(body), batch.tenant, batch.id),
                 )
                 if status not in UNDER_WAY:
-                    self._db.execute("UPDATE lines SET answer = '' WHERE batch = ?", (batch.id,))
+                    self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
                 return StoredBatch(batch.tenant, status, body)
 
         return await self._run(change)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from moonpool.base import world
 from moonpool.base.errors import InvalidRequest
 from moonpool.gateway.batches.lines import ENDPOINTS
-from moonpool.gateway.batches.store import UNDER_WAY, StoredBatch
+from moonpool.gateway.batches.store import UNDER_WAY, FullError, StoredBatch
 from moonpool.gateway.endpoints.files import LEAST_KEPT_S, MOST_KEPT_S, batch_runner
 from moonpool.gateway.responses.context import ResponsesContext
 from moonpool.gateway.serving.body import Body
@@ -28,6 +28,11 @@ _HIDDEN = ("expired", "output_expires_after")
 """What is kept with a batch, and is not OpenAI's."""
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+"""As at OpenAI."""
+
+
 class OutputExpiry(Body):
     """How long a batch's output files are kept, from when they are written."""
 
@@ -41,7 +46,7 @@ class BatchBody(Body):
     input_file_id: str
     endpoint: Literal[ENDPOINTS]  # type: ignore[valid-type]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     output_expires_after: OutputExpiry | None = None
 
 
@@ -50,6 +55,7 @@ async def create_batch(gateway: ResponsesContext, request: Request) -> Response:
 
     Raises:
         NotFound: there is no such file.
+        HttpError: the tenant has too many batches under way, or no room for their answers.
     """
     runner, checked = batch_runner(gateway), await gateway.auth.read_body(request, BatchBody, uses_budget=False)
     store, tenant, body = runner.store, checked.caller.tenant, checked.body
@@ -64,7 +70,10 @@ async def create_batch(gateway: ResponsesContext, request: Request) -> Response:
         "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": body.metadata,
         "output_expires_after": body.output_expires_after.seconds if body.output_expires_after else None,
     })  # fmt: skip
-    await store.add_batch(batch)
+    try:
+        await store.add_batch(batch)
+    except FullError as error:
+        raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, "too_many_batches", str(error)) from None
     runner.start(batch)
     return json_response(_shown(batch), checked.warning_headers)
 

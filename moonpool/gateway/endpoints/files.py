@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, Response
 
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.gateway.batches.runner import BatchRunner
-from moonpool.gateway.batches.store import BatchStore, StoredFile
+from moonpool.gateway.batches.store import BatchStore, FullError, StoredFile
 from moonpool.gateway.responses.context import ResponsesContext
 from moonpool.gateway.serving.errors import HttpError
 from moonpool.gateway.serving.json_response import json_response
@@ -47,13 +47,19 @@ async def upload_file(gateway: ResponsesContext, request: Request) -> Response:
         InvalidRequest: the form is not as it must be; names the field.
     """
     store, tenant = batch_runner(gateway).store, gateway.auth.tenant(request)
-    room = await store.room(tenant)
+    with store.receiving(tenant, await store.room(tenant) + FIELD_BYTES * 8) as take:
+        return await _received(gateway, request, tenant, take)
+
+
+async def _received(gateway: ResponsesContext, request: Request, tenant: str, take: Callable[[int], None]) -> Response:
+    """Take a file whose bytes are counted by `take`."""
+    store = batch_runner(gateway).store
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("file", "must be sent as multipart/form-data, with purpose")
     try:
         async with asyncio.timeout(UPLOAD_S):
             parser = MultiPartParser(
-                request.headers, _bounded(request, room + FIELD_BYTES * 8), max_files=1, max_fields=8,
+                request.headers, _paced(gateway, request, tenant, take), max_files=1, max_fields=8,
                 max_part_size=FIELD_BYTES,
             )  # fmt: skip
             form = await parser.parse()
@@ -90,16 +96,18 @@ def _kept_s(anchor: object, seconds: object) -> int | None:
     return kept_s
 
 
-async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
-    """A request's body, of so many bytes at most."""
-    held = 0
+async def _paced(
+    gateway: ResponsesContext, request: Request, tenant: str, take: Callable[[int], None]
+) -> AsyncGenerator[bytes, None]:
+    """A request's body, as fast as a tenant's bodies are read, and of as many bytes as may be taken."""
     async for part in request.stream():
-        held += len(part)
-        if held > most:
+        try:
+            take(len(part))
+        except FullError as error:
             raise HttpError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "file_too_large", "your files take as much as batch_bytes allows",
-                parameter="file", close=True,
-            )  # fmt: skip
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "file_too_large", str(error), parameter="file", close=True
+            ) from None
+        await gateway.auth.pace(tenant, len(part))
         yield part
 
 

@@ -140,7 +140,8 @@ async def scores(gateway: GatewayContext, request: Request) -> GenerationRespons
 
 async def rerank(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Order documents by how well they fit a query."""
-    return await _answered(gateway, await gateway.auth.read_body(request, RerankBody), RerankFormatter)
+    checked = await gateway.auth.read_body(request, RerankBody)
+    return await while_connected(request.receive, _answered(gateway, checked, RerankFormatter))
 
 
 async def _answered(

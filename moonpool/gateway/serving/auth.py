@@ -122,6 +122,10 @@ class Authenticator:
         warning, session = _ignored_fields_warning(body), _session_id(request)
         return CheckedRequest(caller, body, warning, trace, request_id, name if own else "", session)
 
+    async def pace(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes of a body that is read elsewhere, and wait as long as further ones of the tenant must."""
+        await self._bodies.pace.keep(tenant, num_bytes)
+
     def _remember_id(self, tenant: str, client_id: str, request_id: str) -> None:
         self._request_ids.pop((tenant, client_id), None)
         self._request_ids[tenant, client_id] = request_id

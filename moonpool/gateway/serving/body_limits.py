@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,3 +85,8 @@ class BodyPace:
             self._due = {name: until for name, until in self._due.items() if until > now}
         self._due[tenant] = due
         return max(0.0, due - now - self._ahead_s)
+
+    async def keep(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes, and wait until more may be read."""
+        if wait_s := self.wait_s(tenant, num_bytes, asyncio.get_running_loop().time()):
+            await asyncio.sleep(wait_s)

@@ -121,18 +121,19 @@ def test_the_io_side_needs_neither_torch_nor_grpc() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
 
 
-async def test_at_most_one_step_per_stage_and_ids_grow() -> None:
+async def test_at_most_one_step_more_than_stages_and_ids_grow() -> None:
     async with started(spec(stages=2)) as engine:
-        first, second = (asyncio.ensure_future(engine.run(step(n, n * 100, gated=True))) for n in (1, 2))
+        runs = [asyncio.ensure_future(engine.run(step(n, n * 100, gated=True))) for n in (1, 2, 3)]
         await asyncio.sleep(0)
-        with pytest.raises(Internal, match="one more than the 2"):
-            await engine.run(step(3, 5))
+        with pytest.raises(Internal, match="one more than the 3"):
+            await engine.run(step(4, 5))
         engine.open_gate(1, 3)
-        assert (await first).sampled == (100,)
-        with pytest.raises(Internal, match="step 2 after step 2"):
-            await engine.run(step(2, 5))
+        assert (await runs[0]).sampled == (100,)
+        with pytest.raises(Internal, match="step 3 after step 3"):
+            await engine.run(step(3, 5))
         engine.open_gate(2, 3)
-        assert (await second).sampled == (200,)
+        engine.open_gate(3, 3)
+        assert [(await run).sampled for run in runs[1:]] == [(200,), (300,)]
 
 
 async def test_gates_and_aborts_may_come_before_the_step() -> None:

@@ -24,6 +24,7 @@ from moonpool.base.scheduling.steps import (
     Step,
     StepResult,
     finished_blocks,
+    max_steps_in_flight,
     stage_ranges,
 )
 from tests.unit.base.transport.fakes import LAYOUT
@@ -199,7 +200,7 @@ class FakeEngine:
     ) -> StepResult:
         assert step.steps <= self.run_steps
         assert step.step_id > self._last_id
-        assert self._in_flight < self.stages
+        assert self._in_flight < max_steps_in_flight(self.stages)
         self._last_id, self._in_flight = step.step_id, self._in_flight + 1
         work = asyncio.ensure_future(self._steps_of_run(step, on_layer, on_step, on_tokens))
         try:

@@ -6,6 +6,7 @@ import sqlite3
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from moonpool.base import world
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import Overloaded, Unavailable
+from moonpool.base.json_parts import UNCHECKED_BYTES
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.gateway import service
 from moonpool.gateway.batches import runner as running
-from moonpool.gateway.batches.lines import read_lines
+from moonpool.gateway.batches import store
+from moonpool.gateway.batches.lines import PIECE_BYTES, InputFile
 from moonpool.gateway.batches.store import BatchStore, Status, StoredBatch, StoredLine
 from moonpool.v1 import conductor_pb2 as pb
 
@@ -153,14 +156,47 @@ WRONG = {
     "nothing": (b"\n\n", "empty_file"),
     "deep": (b"[" * 4000, "invalid_json_line"),
     "long": (jsonl(line("a", "x" * 5000)), "line_too_long"),
+    "longer": (jsonl(line("a", "x" * 50_000)), "line_too_long"),
+    "long id": (jsonl(line("a" * 600, "x")), "missing_required_parameter"),
 }
+
+
+def read(path: Path) -> InputFile:
+    """A file whose lines have at most 4 KiB."""
+    file = InputFile(path, ENDPOINT, 4096)
+    while file.read_on():
+        pass
+    return file
+
+
+def test_a_file_is_read_piece_by_piece(tmp_path: Path) -> None:
+    """No piece is much longer than `PIECE_BYTES`; of long prompts little is kept; equal beginnings stay together."""
+    prompts = [f"{'x' * 4000}{document * 4000}{question}" for question in range(40) for document in "cab"]
+    lines = jsonl(*(line(str(number), prompt) for number, prompt in enumerate(prompts)))
+    (tmp_path / "in").write_bytes(lines)
+    file, pieces = InputFile(tmp_path / "in", ENDPOINT, 1 << 20), 1
+    while file.read_on():
+        pieces += 1
+    assert not file.errors
+    assert pieces == pytest.approx(len(lines) / PIECE_BYTES, abs=1)
+    documents = [prompts[each.number][4000] for each in file.lines()]
+    assert documents in ([*x * 40, *y * 40, *z * 40] for x, y, z in permutations("abc"))
+
+
+def test_a_line_has_as_many_parts_as_a_body(tmp_path: Path) -> None:
+    wide = {"custom_id": "a", "url": ENDPOINT, "body": {"messages": [[]] * 10_000, "user": "x" * UNCHECKED_BYTES}}
+    (tmp_path / "in").write_bytes(jsonl(wide))
+    file = InputFile(tmp_path / "in", ENDPOINT, 1 << 20)
+    assert not file.read_on()
+    assert [error.code for error in file.errors] == ["line_too_long"]
+    assert "arrays" in file.errors[0].message
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_name_the_line(case: str, tmp_path: Path) -> None:
     content, code = WRONG[case]
     (tmp_path / "in").write_bytes(jsonl(line("good", "x")) * (case not in ("nothing", "twice")) + content)
-    _, errors = read_lines(tmp_path / "in", ENDPOINT, 4096)
+    errors = read(tmp_path / "in").errors
     assert [error.code for error in errors] == [code]
     assert errors[0].number == (1 if case == "nothing" else 2)
 
@@ -229,6 +265,88 @@ async def test_slots_come_back_from_a_batch_that_is_cancelled(tmp_path: Path, mo
         assert (await ended(http, waiting))["status"] == "cancelled"
         fake.state.queue.for_room = 0
         assert (await ended(http, await start(http, file)))["request_counts"]["completed"] == 2
+
+
+KEYS = "".join(f"sha256:{hash_key(name)} {name}\n" for name in ("ann", "bob"))
+ANN, BOB = {"authorization": "Bearer ann"}, {"authorization": "Bearer bob"}
+
+
+async def test_tenants_take_turns_at_the_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many batches one has."""
+    (tmp_path / "keys").write_text(KEYS)
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    fake.state.queue.for_room = 1  # so that nothing begins
+    async with gateway(tmp_path / "b", fake, monkeypatch, api_keys=tmp_path / "keys", batch_concurrency=1) as http:
+        file = await upload(http, jsonl(*(line(str(number), f"{number}") for number in range(4))), **ANN)
+        many = [await start(http, file, **ANN) for _ in range(8)]
+        for batch in many:
+            await ended(http, batch, ["in_progress"], **ANN)
+        few = await start(http, await upload(http, jsonl(line("a", "b"), line("c", "d")), **BOB), **BOB)
+        for _ in range(3):  # the later looks come behind the batch's own work on the store's thread
+            await ended(http, few, ["in_progress"], **BOB)
+        fake.state.queue.for_room = 0
+        assert (await ended(http, few, **BOB))["request_counts"]["completed"] == 2
+        before = [request.tenant for request in fake.requests]
+        assert before.count("ann") <= before.count("bob") + 2
+        for batch in many:
+            assert (await ended(http, batch, **ANN))["request_counts"]["completed"] == 4
+
+
+async def test_a_tenant_has_so_many_batches_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+    monkeypatch.setattr(store, "MAX_UNDER_WAY", 2)
+    monkeypatch.setattr(store, "MAX_KEPT", 3)
+    monkeypatch.setattr(store, "MAX_FILES", 9)
+    fake = ready(FakeConductor(lambda request: answer((1,), prompt_tokens=3)))
+    body = {"endpoint": ENDPOINT, "completion_window": "24h"}
+    async with gateway(tmp_path / "b", fake, monkeypatch, api_keys=tmp_path / "keys") as http:
+        fake.state.queue.for_room = 1  # so that nothing begins
+        body["input_file_id"] = file = await upload(http, jsonl(line("a", "x")), **ANN)
+        batches = [await start(http, file, **ANN) for _ in range(2)]
+        refused = await http.post("/v1/batches", json=body, headers=ANN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_batches")
+        await start(http, await upload(http, jsonl(line("a", "x")), **BOB), **BOB)
+        fake.state.queue.for_room = 0
+        for _ in range(3):
+            for batch in batches:
+                await ended(http, batch, **ANN)
+            batches.append(await start(http, file, **ANN))
+        await ended(http, batches[-1], **ANN)
+        seen = list[str]()
+        while True:
+            page = (await http.get("/v1/batches", params={"limit": 2, "after": seen[-1:]}, headers=ANN)).json()
+            seen += [each["id"] for each in page["data"]]
+            if not page["has_more"]:
+                break
+        assert len(seen) == 4, "those under way, and of the others the newest"
+        for _ in range(9 - 6):
+            await upload(http, b"x", **ANN)
+        full = await http.post("/v1/files", data={"purpose": "x"}, files={"file": ("f", b"x" * 20_000)}, headers=ANN)
+        assert (full.status_code, full.json()["error"]["code"]) == (413, "file_too_large")
+        refused = await http.post("/v1/batches", json=body, headers=ANN)
+        assert refused.json()["error"]["code"] == "too_many_batches", "answers would be files, too"
+
+
+async def test_files_that_come_at_once_have_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, begun, half = ready(FakeConductor()), asyncio.Event(), asyncio.Event()
+    async with gateway(tmp_path, fake, monkeypatch, batch_bytes=100_000) as http:
+        head = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        head += b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield head + b"x" * 80_000
+            begun.set()  # the gateway asks for more
+            await half.wait()
+            yield b"\r\n--b--\r\n"
+
+        first = asyncio.create_task(http.post("/v1/files", content=slow(), headers=kind))
+        await asyncio.wait_for(begun.wait(), WAIT_S)
+        second = await http.post("/v1/files", content=head + b"x" * 50_000, headers=kind)
+        assert (second.status_code, second.json()["error"]["code"]) == (413, "file_too_large")
+        half.set()
+        assert (await first).status_code == 200
+        await upload(http, b"x" * 5_000)
 
 
 async def test_interactive_requests_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

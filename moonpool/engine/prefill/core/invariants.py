@@ -39,7 +39,7 @@ def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:
     assert steps_in_flight == state.steps
     assert steps.plan_at is None or not steps.are_full()
     assert list(steps_in_flight) == steps.in_flight == sorted(steps.in_flight)
-    assert len(steps_in_flight) <= state.settings.stages
+    assert len(steps_in_flight) <= state.settings.max_steps
     live: Counter[int] = Counter()
     for flight in steps_in_flight.values():
         for part in flight.slices:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moonpool.base.kv.layout import STATES_IN_WORK
+from moonpool.base.scheduling.steps import max_steps_in_flight
 from moonpool.base.settings import setting
 from moonpool.engine.scheduler.settings import PoolSettings
 
@@ -14,7 +15,7 @@ class PrefillSettings(PoolSettings):
     Attributes:
         layers: the model's layers; a block is sent and loaded layer by layer.
         max_num_batched_tokens: most tokens in a step; at least one block.
-        stages: most steps in flight.
+        stages: of the pipeline that computes the steps.
         max_started: most requests with blocks.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
     """
@@ -26,6 +27,11 @@ class PrefillSettings(PoolSettings):
     max_queue: int = setting(1024, "requests waiting or running at most; more are refused", ge=1)
     verdict_timeout_s: float = setting(30.0, "seconds a decode instance has to confirm a transfer", gt=0)
     windowed_layers: frozenset[int] = frozenset()
+
+    @property
+    def max_steps(self) -> int:
+        """Most steps in flight."""
+        return max_steps_in_flight(self.stages)
 
     @property
     def slice_bytes(self) -> int:
@@ -41,4 +47,5 @@ class PrefillSettings(PoolSettings):
         """Window blocks that steps in flight need besides those held between steps."""
         if not self.window_blocks:
             return 0
-        return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.max_num_batched_tokens) + 1)
+        per_step = STATES_IN_WORK if self.states_alone else self.blocks_for(self.max_num_batched_tokens) + 1
+        return self.max_steps * per_step

@@ -45,8 +45,8 @@ class StepPlanner:
         self.idle_since = 0.0
 
     def are_full(self) -> bool:
-        """Return whether `stages` steps are in flight."""
-        return len(self._flights) >= self._state.settings.stages
+        """Return whether as many steps are in flight as may be."""
+        return len(self._flights) >= self._state.settings.max_steps
 
     @property
     def in_flight(self) -> list[int]:
@@ -106,7 +106,7 @@ class StepPlanner:
         last = key(first)
         ahead = sum(self._tokens_ahead(request) for request in state.started.values() if key(request.queue_key) < last)
         max_num_batched_tokens, load_s = state.settings.max_num_batched_tokens, state.requests[first.number].load_s
-        beyond = ahead - (state.settings.stages + 1) * max_num_batched_tokens
+        beyond = ahead - (state.settings.max_steps + 1) * max_num_batched_tokens
         if beyond < 0 or not load_s:
             return beyond < 0
         step_s = prefill_seconds(state.tracker.speeds, max_num_batched_tokens, 0) / state.settings.stages
@@ -125,7 +125,7 @@ class StepPlanner:
     # --- planning --------------------------------------------------------------------------------------------------
 
     def plan(self) -> bool:
-        """Start the next step; False if no token can be computed now, or `stages` steps are in flight."""
+        """Start the next step; False if no token can be computed now, or no further step may be in flight."""
         self.plan_at = None
         if self.are_full() or not self._state.started:
             return False

@@ -74,6 +74,26 @@ def test_flags_of_the_file_decide_what_is_put_around(tmp_path: Path) -> None:
     assert not tokenizer.chat_template
 
 
+def test_spaces_are_letters_of_gemma_4(tmp_path: Path) -> None:
+    """Merges decide, across words too; nothing is put in front; letters without a token are bytes."""
+    words = [SPACE, "a", "b", "c", "ab", f"{SPACE}{SPACE}", f"{SPACE}ab", "\n", "\n\n"]
+    tokens = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, "<tool>"]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(words)]
+    writer.add_token_types([*kinds, TokenType.USER_DEFINED])
+    writer.add_token_merges(["a b", f"{SPACE} {SPACE}", f"{SPACE} ab", "\n \n"])
+    writer.add_bos_token_id(1)
+    writer.add_add_bos_token(True)
+    tokenizer = Tokenizer.load(finished(writer, tmp_path / "model.gguf"))
+    text = "ab ab   c\n\né<tool>"
+    ids = tokenizer.encode(text)
+    pieces = ["<bos>", "ab", f"{SPACE}ab", SPACE * 2, SPACE, "c", "\n\n", "<0xC3>", "<0xA9>", "<tool>"]
+    assert [tokens[token] for token in ids] == pieces
+    assert tokenizer.decode(ids[1:]) == text
+
+
 def test_digits_stand_alone_where_the_model_was_trained_so(tmp_path: Path) -> None:
     """SmolLM2's way, which transformers does not know: merges across digits are not made, spaces before them stay."""
     merges = ["1 2", "Ġ Ġ"]
@@ -114,7 +134,7 @@ def test_texts_are_cut_as_in_training(name: str, pieces: tuple[str, ...], tmp_pa
 def test_unknown_tokenizers_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.pre: 'viking' is none of"):
         Tokenizer.load(write_bytes(tmp_path / "a.gguf", "viking", ["a b"]))
-    with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.model: 'rwkv' is none of gpt2, llama"):
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.model: 'rwkv' is none of gpt2, llama, gemma4"):
         Tokenizer.load(write_bytes(tmp_path / "b.gguf", "gpt-2", ["a b"], model="rwkv"))
     with pytest.raises(CheckpointError, match="not a tokenizer"):
         Tokenizer.load(write_bytes(tmp_path / "c.gguf", "gpt-2", ["Q x y"]))

@@ -171,18 +171,21 @@ async def test_aborts() -> None:
 
 
 async def test_stages_are_a_pipeline(clock: Clock) -> None:
-    """Two steps of 1.5 s in two stages end after 1.5 and 2.25 s, in order, an aborted one too."""
+    """Three steps of 1.5 s in two stages end after 1.5, 2.25 and 3 s, in order, an aborted one too."""
     async with engine_of(spec_of(stages=2), clock) as engine:
         of, other = history([5, 5]), history([6, 6])
         first = asyncio.ensure_future(engine.run(Step(1, (part(of, 0, 2, (0,)),))))
         second = asyncio.ensure_future(engine.run(Step(2, (part(other, 0, 2, (1,)),))))
+        third = asyncio.ensure_future(engine.run(Step(3, (part(of, 0, 2, (0,)),))))
         await clock.settle()
-        with pytest.raises(Internal, match="one more than the 2"):
-            await engine.run(Step(3, (part(of, 0, 2, (0,)),)))
+        with pytest.raises(Internal, match="one more than the 3"):
+            await engine.run(Step(4, (part(of, 0, 2, (0,)),)))
         await clock.run(first)
         assert (clock.now, second.done()) == (101.5, False)
         await clock.run(second)
         assert clock.now == 102.25
+        await clock.run(third)
+        assert clock.now == 103.0
 
         slow = asyncio.ensure_future(engine.run(Step(4, (part(of, 0, 2, (0,)),))))
         engine.abort(5)

@@ -237,13 +237,14 @@ def test_what_finds_a_longer_queue_than_it_may_is_not_taken_and_leaves_nothing()
     assert list(world.core.state.requests) == [1, 3]
 
 
-def test_two_stages_take_two_steps_of_one_prompt() -> None:
+def test_two_stages_take_three_steps_of_one_prompt() -> None:
+    """The third step waits at the first stage."""
     world = make_world(stages=2)
-    world.arrive(80)
-    assert [spans(world, 1), spans(world, 2)] == [[(1, 0, 32)], [(1, 32, 64)]]
-    assert list(world.steps) == [1, 2]
+    world.arrive(112)
+    assert [spans(world, io) for io in world.steps] == [[(1, 0, 32)], [(1, 32, 64)], [(1, 64, 96)]]
+    assert list(world.steps) == [1, 2, 3]
     world.run_step(1)
-    assert spans(world, 3) == [(1, 64, 80)]
+    assert spans(world, 4) == [(1, 96, 112)]
     assert run(world)
     assert world.clients[1].end is not None
 
@@ -253,10 +254,11 @@ def test_a_prompt_alone_in_a_pipeline_is_divided_and_one_in_company_is_not() -> 
     alone = World(staged(2, num_blocks=100, max_num_batched_tokens=16 * BT), speeds)
     alone.arrive(16 * BT)
     # A step's fixed time is that of a block, so four steps of four blocks are the best.
-    assert [spans(alone, 1), spans(alone, 2)] == [[(1, 0, 4 * BT)], [(1, 4 * BT, 8 * BT)]]
+    steps = [[(1, 0, 4 * BT)], [(1, 4 * BT, 8 * BT)], [(1, 8 * BT, 12 * BT)]]
+    assert [spans(alone, io) for io in alone.steps] == steps
     alone.arrive(16 * BT, 1)
     alone.run_step(1)
-    assert spans(alone, 3)[0] == (1, 8 * BT, 16 * BT), "others fill the pipeline now"
+    assert spans(alone, 4) == [(1, 12 * BT, 16 * BT), (2, 0, 12 * BT)], "others fill the pipeline now"
 
 
 def test_a_step_that_the_engine_gives_up_ends_its_requests() -> None:
@@ -281,6 +283,8 @@ def test_leaving_keeps_the_blocks_until_the_steps_are_over() -> None:
     world.run_step(1)
     assert world.core.state.manager.num_used == 6
     world.run_step(2)
+    assert world.core.state.manager.num_used == 6
+    world.run_step(3)
     assert world.core.state.manager.num_used == 1
     run(world)
     world.check_rest()

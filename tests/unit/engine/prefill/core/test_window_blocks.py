@@ -26,7 +26,7 @@ def most_needed(world: World) -> int:
     return most
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 3)])
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_long_prompt_holds_its_window_one_block_and_the_chunks_in_work(window: int, stages: int, chunks: int) -> None:
     """Steps of 40 tokens: two blocks each, three with the prompt's end."""
