@@ -11,6 +11,7 @@ import typer
 from moonpool.base.checkpoint import kv_layout, load_config, model_name, resolve, resolve_dtype
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
+from moonpool.cli.whole_words import say
 from moonpool.engine.calibration import (
     MAX_MEASURED_TOKENS,
     DecodeTime,
@@ -124,7 +125,7 @@ def _write(
     except OSError as error:
         raise ConfigError("out", f"cannot write {out}: {error.strerror}") from error
     load_profile(str(out))
-    typer.echo(f"written: {out}")
+    say(f"written: {out}")
 
 
 def run_calibrate_engine(make: str, url: str, model: str, out: Path, *, name: str, hardware: str, repeats: int) -> None:
@@ -180,7 +181,7 @@ def _print_fit(prefills: list[PrefillTime], prefill: ProfileFit, decodes: list[D
             seen = "" if time in fit.held_out else "  fitted"
             typer.echo(f"{time.size[0]:15} {time.size[1]:7} {time.seconds * 1e3:9.2f}  {fit.error(time):+6.1%}{seen}")
     for kind, fit in (("prefill", prefill), ("decode", decode)):
-        typer.echo(f"{kind}: {fit} on {len(fit.held_out)} sizes held out of the fit")
+        say(f"{kind}: {fit} on {len(fit.held_out)} sizes held out of the fit")
 
 
 def _hardware_class(threads: int) -> str:

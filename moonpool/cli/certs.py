@@ -8,6 +8,7 @@ name is the instance's or tenant's name.
 import datetime
 import ipaddress
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc.roles import CLIENTS, ROLE_URI, ROLES, fingerprint
 from moonpool.base.rpc.tls import NAME
+from moonpool.cli.whole_words import say
 
 AUTHORITY_DAYS = 3650
 CLOCK_SKEW = datetime.timedelta(minutes=5)
@@ -57,7 +59,7 @@ def create(
     authority = Authority.at(folder)
     for granted in roles:
         path = authority.issue(folder, granted, name or granted, host, days)
-        typer.echo(f"{path}  {granted}  sha256:{fingerprint(path.read_bytes())}")
+        _print_made(path, granted)
 
 
 @app.command()
@@ -77,13 +79,17 @@ def renew(
             continue
         authority.issue(folder, granted.role, path.stem, granted.hosts, days)
         renewed += 1
-        typer.echo(f"{path}  {granted.role}  sha256:{fingerprint(path.read_bytes())}")
+        _print_made(path, granted.role)
     if authority.ends < now + datetime.timedelta(days=days):
-        typer.echo(
-            f"{folder / 'ca.pem'} itself ends on {authority.ends:%Y-%m-%d}: make another authority before", err=True
-        )
+        say(f"{folder / 'ca.pem'} itself ends on {authority.ends:%Y-%m-%d}: make another authority before", err=True)
     if not renewed:
-        typer.echo(f"no certificate in {folder} ends within {within_days} days")
+        say(f"no certificate in {folder} ends within {within_days} days")
+
+
+def _print_made(path: Path, role: str) -> None:
+    """One line in a pipe; two at a terminal, which is narrower."""
+    between = "\n  " if sys.stdout.isatty() else "  "
+    typer.echo(f"{path}  {role}{between}sha256:{fingerprint(path.read_bytes())}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from moonpool.base.errors import MoonpoolError, NotFound
 from moonpool.cli.tables import RecordTable, stdout_console
-from moonpool.cli.whole_words import whole_words
+from moonpool.cli.whole_words import say
 from moonpool.client import Client
 from moonpool.client.cluster_state import ClusterState, EndedRequest, InstanceInfo, Quantiles, QueueInfo, RecentInfo
 from moonpool.client.explain import PHASE_NAMES, Attempt, Candidate, RequestPhase, request_phases
@@ -34,8 +34,8 @@ def run_state(client: Client, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(state)))
         return
-    typer.echo(whole_words(headline(state), sys.stdout))
-    typer.echo(whole_words(queue_line(state.queue), sys.stdout))
+    say(headline(state))
+    say(queue_line(state.queue))
     table = RecordTable("instance", "role", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
     for instance in state.instances:
         used = instance.total_blocks - instance.free_blocks - instance.cached_blocks
@@ -108,12 +108,12 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
             cause = f", because {attempt.cause}" if attempt.cause else ""
             typer.echo(f"\nplacement {number}, at {attempt.placed_s:.4f} s{cause}")
         console.print(_candidate_table(attempt.candidates, attempt.placement.prefill))
-        typer.echo(whole_words(_attempt_text(attempt), sys.stdout))
+        say(_attempt_text(attempt))
     if found.refused:
         console.print(_candidate_table(found.candidates, ""))
-        typer.echo(whole_words(f"refused: {found.refused}", sys.stdout))
+        say(f"refused: {found.refused}")
     if found.failed:
-        typer.echo(whole_words(f"failed: {found.failed}", sys.stdout))
+        say(f"failed: {found.failed}")
     if found.cancelled:
         typer.echo("cancelled: the client stopped the request, or left")
     typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")

@@ -15,6 +15,7 @@ from moonpool.cli.addresses import addresses
 from moonpool.cli.help_pages import with_pages
 from moonpool.cli.options import HELP, Address, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
+from moonpool.cli.whole_words import say
 from moonpool.client import Client, Context, DeletedKV, Message
 
 EXIT_INCOMPLETE = 1
@@ -107,7 +108,7 @@ def delete(name: Name, address: Address = "", tenant: Tenant = "", as_json: Json
     with Client(addresses(address)) as client:
         gone, deleted = client.contexts.delete(name, tenant=tenant)
     if not as_json:
-        typer.echo(f"{gone} is deleted")
+        say(f"{gone} is deleted")
     _print_deleted(deleted, as_json=as_json, context=gone)
 
 
@@ -142,8 +143,8 @@ def _print_deleted(deleted: DeletedKV, *, as_json: bool, **more: str) -> None:
                 if instance.error
                 else f"{instance.blocks:,} blocks, {instance.bytes / 1e6:.1f} MB"
             )
-            typer.echo(f"{instance.instance}: {what}")
-        typer.echo(f"{deleted.recorded} kvstores repeat the deletion to instances that join later")
+            say(f"{instance.instance}: {what}")
+        say(f"{deleted.recorded} kvstores repeat the deletion to instances that join later")
     raise typer.Exit(0 if deleted.complete else EXIT_INCOMPLETE)
 
 
@@ -181,9 +182,9 @@ def _print(context: Context, *, as_json: bool) -> None:
         typer.echo(json.dumps(_plain(context)))
         return
     tags = f", tags {', '.join(context.tags)}" if context.tags else ""
-    typer.echo(f"{context.id}: {context.status}{tags}; {context.tokens:,} tokens, ends in {_left(context)}")
-    typer.echo(f"{context.pinned_blocks} of {context.blocks} blocks pinned, {context.pinned_bytes / 1e6:.1f} MB")
-    typer.echo(f"{context.hits} hits saved {context.saved_tokens:,} tokens")
+    say(f"{context.id}: {context.status}{tags}; {context.tokens:,} tokens, ends in {_left(context)}")
+    say(f"{context.pinned_blocks} of {context.blocks} blocks pinned, {context.pinned_bytes / 1e6:.1f} MB")
+    say(f"{context.hits} hits saved {context.saved_tokens:,} tokens")
     if context.error:
         typer.echo(context.error)
 

@@ -26,7 +26,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.addresses import addresses
 from moonpool.cli.options import Engines
 from moonpool.cli.running_stacks import running_stacks
-from moonpool.cli.whole_words import whole_words
+from moonpool.cli.whole_words import say, whole_words
 from moonpool.client import Client, GenerateArguments, GenerateResult, Message, MessagePart, Picture
 from moonpool.client.transport import NotConnected
 
@@ -62,7 +62,7 @@ def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json
         sys.stdout.write(_logprob_lines("prompt", result.prompt_logprobs))
         for index, choice in enumerate(result.choices):
             sys.stdout.write(_logprob_lines(f"answer {index}", choice.logprobs))
-        typer.echo(whole_words(usage_line(result), sys.stderr), err=True)
+        say(usage_line(result), err=True)
 
 
 def _can_stream(sampling: SamplingParams) -> bool:
@@ -215,7 +215,7 @@ def serving_address(model: str, engines: Engines = "auto") -> Iterator[str]:
         asked = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_SIZE, engines=engines)
         plan, chosen = decide_engines(asked, one_client=True)
         if chosen:
-            print(whole_words(chosen, sys.stderr), file=sys.stderr)
+            say(chosen, err=True)
         yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 

@@ -5,7 +5,6 @@ A container's health check runs this command every few seconds, so the module im
 
 import contextlib
 import http.client
-import sys
 import threading
 import time
 from urllib.parse import urlsplit
@@ -61,10 +60,10 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
 
 def _say_why(error: MoonpoolError, *, is_found: bool) -> None:
     """Print why a service is not healthy, with a remedy if the user named no address."""
-    from moonpool.cli.whole_words import whole_words
+    from moonpool.cli.whole_words import say
 
     remedy = "\n`moonpool ps` lists the stacks that run; `moonpool serve MODEL` starts one." if is_found else ""
-    typer.echo(whole_words(f"{error}{remedy}", sys.stderr), err=True)
+    say(f"{error}{remedy}", err=True)
 
 
 def _asked(address: str) -> list[str]:

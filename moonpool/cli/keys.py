@@ -5,7 +5,6 @@ import json
 import os
 import re
 import secrets
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ import typer
 from moonpool.base.errors import ConfigError, InvalidRequest, NotFound
 from moonpool.base.rpc.api_keys import MAX_TENANT_CHARS, KeyFile, hash_key, parse_keys
 from moonpool.cli.tables import RecordTable, stdout_console
-from moonpool.cli.whole_words import whole_words
+from moonpool.cli.whole_words import say
 
 PREFIX = "mp-"
 """Beginning of each key, by which a person and a scanner for secrets know the key."""
@@ -69,7 +68,7 @@ def create(
     _write(path, [*lines, line])
     typer.echo(key)
     told = f"The key of {tenant.strip()!r}; nobody can show it again. `moonpool serve --api-keys {path}`"
-    typer.echo(whole_words(told, sys.stderr), err=True)
+    say(told, err=True)
 
 
 @app.command("list")
@@ -83,7 +82,7 @@ def list_(
         typer.echo(json.dumps([asdict(key) for key in found]))
         return
     if not found:
-        typer.echo(whole_words(f"no keys in {path}: `moonpool keys create NAME` makes one", sys.stderr), err=True)
+        say(f"no keys in {path}: `moonpool keys create NAME` makes one", err=True)
         return
     table = RecordTable("key", "tenant", "requests/min", "tokens/min", "made", right=("requests/min", "tokens/min"))
     for key in found:

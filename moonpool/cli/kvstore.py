@@ -15,7 +15,6 @@ import grpc
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.rpc.errors import from_rpc_error
@@ -23,12 +22,13 @@ from moonpool.base.rpc.tls import open_blocking_channel
 from moonpool.base.sizes import size_option
 from moonpool.cli.help_pages import with_pages
 from moonpool.cli.options import HELP
+from moonpool.cli.tables import RecordTable, size_text, stdout_console
+from moonpool.cli.whole_words import say
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 696, 48, 316
 """The picture's size, and the curve's edges."""
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 HitCurve = Sequence[tuple[int, float]]
 """(bytes, share of block uses that would be hits), ascending in both."""
 
@@ -37,12 +37,6 @@ def hit_share(curve: HitCurve, size: float) -> float:
     """The hit share at a size; between two points on the curve, the smaller point's share."""
     place = bisect.bisect_right(curve, size, key=lambda point: point[0])
     return curve[place - 1][1] if place else 0.0
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes with a unit, three digits."""
-    power = min(int(math.log10(nbytes)) // 3, len(_UNITS) - 1) if nbytes >= 1 else 0
-    return f"{nbytes / 1000**power:.3g} {_UNITS[power]}"
 
 
 def capacity_advice(curve: HitCurve, now_bytes: int, more_bytes: int) -> str:
@@ -130,14 +124,13 @@ def stat(address: Store, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(gauges))
         return
-    table = Table("figure", "value")
-    table.columns[1].justify = "right"
+    table = RecordTable("figure", "value", right=("value",))
     for name, value in gauges.items():
         table.add_row(name, f"{value:,.3f}".rstrip("0").rstrip("."))
     hits, misses = gauges["dram_hits_total"] + gauges["ssd_hits_total"], gauges["misses_total"]
     if hits + misses:
         table.add_row("hit share", f"{hits / (hits + misses):.1%}")
-    Console().print(table)
+    stdout_console().print(table)
 
 
 @app.command()
@@ -171,23 +164,23 @@ def verify(
         found |= {"faults": report.fault_count, "first": faults, "repaired": repaired and ok, "key_ids": report.key_ids}
         typer.echo(json.dumps(found))
         raise typer.Exit(0 if ok else EXIT_FAULTY)
-    typer.echo(
+    say(
         f"{report.segments} segments, {report.records} records, {report.blocks} intact blocks, "
-        f"{report.dead} dead records, {report.bytes_read / GB:.3f} GB read"
+        f"{report.dead} dead records, {size_text(report.bytes_read)} read"
     )
     for key_id, records in sorted(report.key_ids.items()):
-        typer.echo(f"key {key_id} encrypts {records} blocks")
+        say(f"key {key_id} encrypts {records} blocks")
     if report.index_error:
-        typer.echo(f"index: {report.index_error}")
+        say(f"index: {report.index_error}")
     if report.records_error:
-        typer.echo(f"conductors' records: {report.records_error}")
+        say(f"conductors' records: {report.records_error}")
     for fault in report.faults:
-        typer.echo(f"segment {fault.segment}, offset {fault.offset}: {fault.what}")
+        say(f"segment {fault.segment}, offset {fault.offset}: {fault.what}")
     if repaired:
         after = f"{left.blocks} intact blocks left" if ok else f"{left.fault_count} faults are left"
-        typer.echo(f"repaired: {len(report.damaged)} damaged blocks dropped, index written anew; {after}")
+        say(f"repaired: {len(report.damaged)} damaged blocks dropped, index written anew; {after}")
     elif not ok:
-        typer.echo(f"a start repairs this; without a start: moonpool kvstore verify --repair {data_dir}")
+        say(f"a start repairs this; without a start: moonpool kvstore verify --repair {data_dir}")
     raise typer.Exit(0 if ok else EXIT_FAULTY)
 
 
@@ -215,7 +208,7 @@ def compact(
     if as_json:
         typer.echo(json.dumps({"segments": segments, "freed_bytes": freed}))
     else:
-        typer.echo(f"{segments} segments rewritten, {freed / GB:.3f} GB freed")
+        say(f"{segments} segments rewritten, {size_text(freed)} freed")
 
 
 @app.command()
@@ -233,7 +226,7 @@ def warm(
     if as_json:
         typer.echo(json.dumps({"blocks": warmed.blocks, "bytes": warmed.bytes}))
     else:
-        typer.echo(f"{warmed.blocks} blocks, {warmed.bytes / GB:.3f} GB now in DRAM")
+        say(f"{warmed.blocks} blocks, {size_text(warmed.bytes)} now in DRAM")
 
 
 @app.command()
@@ -257,10 +250,10 @@ def advise(
         shares = {"now": hit_share(curve, now_bytes), "with_more": hit_share(curve, now_bytes + more_bytes)}
         typer.echo(json.dumps({**facts, **shares, "more_gb": more_gb, "points": points}))
     elif not curve:
-        typer.echo("no block was asked for twice since this kvstore started")
+        say("no block was asked for twice since this kvstore started")
     else:
-        typer.echo(capacity_advice(curve, now_bytes, more_bytes))
-        typer.echo(f"({told.references} blocks asked for, {told.sampled:.1%} of all blocks followed)")
+        say(capacity_advice(curve, now_bytes, more_bytes))
+        say(f"({told.references} blocks asked for, {told.sampled:.1%} of all blocks followed)")
 
 
 KeyFile = Annotated[Path, typer.Argument(help="The file of `encryption_keys`.")]
@@ -274,7 +267,7 @@ def add_key(
     """Put a new key before a tenant's others; makes the file. New blocks are encrypted with the new key."""
     from moonpool.kvstore.ssd import encryption
 
-    typer.echo(f"new key of {tenant}: {encryption.add_key(file, tenant)}")
+    say(f"new key of {tenant}: {encryption.add_key(file, tenant)}")
 
 
 @app.command("drop-keys")
@@ -282,7 +275,7 @@ def drop_keys(file: KeyFile, tenant: Annotated[str, typer.Option(help="Owner of 
     """Remove a tenant's keys: what they encrypt can never be read again, and stores that use the file delete it."""
     from moonpool.kvstore.ssd import encryption
 
-    typer.echo(f"{tenant} has no keys any more; removed: {', '.join(encryption.drop_keys(file, tenant))}")
+    say(f"{tenant} has no keys any more; removed: {', '.join(encryption.drop_keys(file, tenant))}")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.tuning import quiet_grpc
 from moonpool.cli import look_verbs, operate_verbs, predict_verbs, service_verbs, start_verbs
 from moonpool.cli.options import HELP, RootGroup
-from moonpool.cli.whole_words import whole_words
+from moonpool.cli.whole_words import say
 
 app = typer.Typer(
     name="moonpool",
@@ -61,12 +61,12 @@ def main() -> None:
         from moonpool.cli.generate import error_advice
 
         said = "\n".join(filter(None, (f"moonpool: {error}", error_advice(error))))
-        typer.echo(whole_words(said, sys.stderr), err=True)
+        say(said, err=True)
         _leave(2)
     except ModuleNotFoundError as error:
         if error.name not in ENGINE_PACKAGES:
             raise
-        typer.echo(f"moonpool: this needs {error.name}: {EXTRA_ADVICE.format('engine')}", err=True)
+        say(f"moonpool: this needs {error.name}: {EXTRA_ADVICE.format('engine')}", err=True)
         _leave(2)
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0)

@@ -22,6 +22,7 @@ from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError, InvalidRequest
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.tables import RecordTable, age_text, size_text, stdout_console
+from moonpool.cli.whole_words import say
 
 INSPECTED = {
     "max_tokens": "context",
@@ -127,7 +128,7 @@ def run_list(*, known: bool, as_json: bool) -> None:
         table.add_row(model.name, size_text(model.bytes), age)
     stdout_console().print(table)
     if not known:
-        typer.echo("`moonpool list --all` also lists names of models that can be fetched.", err=True)
+        say("`moonpool list --all` also lists names of models that can be fetched.", err=True)
         return
     here = {plain_name(model.name) for model in found}
     others = RecordTable("name", "sizes, the first by default", "from", title="\nnot here; `pull NAME:SIZE` fetches")
@@ -139,7 +140,7 @@ def run_list(*, known: bool, as_json: bool) -> None:
         if absent:
             others.add_row(name, ", ".join(filter(None, absent)), next(iter(absent.values())).partition("/")[0])
     stdout_console().print(others)
-    typer.echo("Any other model: OWNER/NAME of the hub, a folder, or a GGUF file.", err=True)
+    say("Any other model: OWNER/NAME of the hub, a folder, or a GGUF file.", err=True)
 
 
 def run_rm(model: str) -> None:
@@ -162,7 +163,7 @@ def run_rm(model: str) -> None:
     freed = remove_model(name, cache_folder()) if name in MODEL_PACKAGES else hub.remove(name)
     if not freed:
         raise InvalidRequest("model", f"{model} is not here; `moonpool list` shows what is")
-    typer.echo(f"removed {model}: {size_text(freed)} free again")
+    say(f"removed {model}: {size_text(freed)} free again")
 
 
 def _answer_formats(path: Path) -> dict[str, str | None]:

@@ -7,6 +7,7 @@ import typer
 from moonpool.cli.addresses import addresses
 from moonpool.cli.lazy_verbs import add_lazy_group
 from moonpool.cli.options import OPERATE, PASS_THROUGH, Address
+from moonpool.cli.whole_words import say
 
 app = typer.Typer()
 
@@ -30,7 +31,7 @@ def role(
 
     with Client(addresses(address)) as client:
         client.change_role(instance, kind)
-    typer.echo(f"{instance} drains, and comes back as {kind}")
+    say(f"{instance} drains, and comes back as {kind}")
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -46,11 +47,11 @@ def drain(
     with Client(addresses(address)) as client:
         client.drain(instance)
         if not wait_s:
-            typer.echo(f"{instance} drains")
+            say(f"{instance} drains")
         elif drained(client, instance, wait_s):
-            typer.echo(f"{instance} has drained")
+            say(f"{instance} has drained")
         else:
-            typer.echo(f"{instance} has not drained within {wait_s:g} s", err=True)
+            say(f"{instance} has not drained within {wait_s:g} s", err=True)
             raise typer.Exit(1)
 
 

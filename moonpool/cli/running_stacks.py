@@ -26,6 +26,7 @@ from moonpool.base.checkpoint import model_name
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.json_parts import parse_json
 from moonpool.cli.tables import RecordTable, age_text, stdout_console
+from moonpool.cli.whole_words import say
 from moonpool.engine.cpu_sharing import process_epoch
 
 LOCAL_CONDUCTOR = "127.0.0.1:50051"
@@ -232,7 +233,7 @@ def run_ps(*, as_json: bool) -> None:
         typer.echo(json.dumps([dataclasses.asdict(stack) for stack in running]))
         return
     if not running:
-        typer.echo("no stack is running: `moonpool serve MODEL` starts one", err=True)
+        say("no stack is running: `moonpool serve MODEL` starts one", err=True)
         return
     table = RecordTable("name", "model", "address", "engines", "up", "process", right=("process",))
     for stack in running:
@@ -255,7 +256,7 @@ def run_stop(name: str = "", data_dir: Path | None = None) -> int:
     """
     running = _running(state_folder())
     if not running:
-        typer.echo("no stack is running")
+        say("no stack is running")
         return 0
     wanted = [
         stack
@@ -264,9 +265,9 @@ def run_stop(name: str = "", data_dir: Path | None = None) -> int:
     ]
     if len(wanted) != 1:
         what = "several stacks are" if len(running) > 1 else "another stack is"
-        typer.echo(f"{what} running; choose one by name:", err=True)
+        say(f"{what} running; choose one by name:", err=True)
         for stack in running:
-            typer.echo(f"  {stack}", err=True)
+            say(f"  {stack}", err=True)
         return 1
     return _stop(wanted[0])
 
@@ -275,7 +276,7 @@ def _stop(stack: RunningStack) -> int:
     try:
         descriptor = os.pidfd_open(stack.pid)
     except ProcessLookupError:  # the process has just ended
-        typer.echo(f"stopped {stack.name}")
+        say(f"stopped {stack.name}")
         return 0
     try:
         # The descriptor keeps naming the same process. Only now can the check not be overtaken by a new process.
@@ -284,11 +285,11 @@ def _stop(stack: RunningStack) -> int:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
             if not poller.poll(1e3 * STOP_TIMEOUT_S):
-                typer.echo(f"process {stack.pid} still runs after {STOP_TIMEOUT_S:g} s", err=True)
+                say(f"process {stack.pid} still runs after {STOP_TIMEOUT_S:g} s", err=True)
                 return 1
     finally:
         os.close(descriptor)
-    typer.echo(f"stopped {stack.name}")
+    say(f"stopped {stack.name}")
     return 0
 
 
@@ -307,7 +308,7 @@ def _running(folder: Path) -> list[RunningStack]:
             continue
         path.unlink(missing_ok=True)
         what = f"of a stack that ended without removing it: {stack}" if stack else f"that cannot be read: {path}"
-        typer.echo(f"removed a record {what}", err=True)
+        say(f"removed a record {what}", err=True)
     return sorted(found, key=lambda stack: stack.data_dir)
 
 

@@ -17,6 +17,8 @@ from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.settings import default_of
 from moonpool.cli.options import verb
 from moonpool.cli.predict_options import PlanOptions
+from moonpool.cli.tables import RecordTable, stdout_console
+from moonpool.cli.whole_words import say
 from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
@@ -69,17 +71,19 @@ def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture:
     """Run an experiment and print the result; the wall-clock goes to standard error."""
     begun, cpu = time.perf_counter(), time.process_time()
     with _less_garbage_collection():
-        result = run(lambda line: print(line, file=sys.stderr))
+        result = run(lambda line: say(line, err=True))
     elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu
-    print(f"{result.experiment}: {elapsed:.2f} s of wall-clock, {cpu:.2f} s of one core", file=sys.stderr)
+    say(f"{result.experiment}: {elapsed:.2f} s of wall-clock, {cpu:.2f} s of one core", err=True)
     if picture is not None:
         picture.write_text(result.chart.svg(), encoding="utf-8")
     if as_json:
         print(result.to_json())
         return
+    width = max(map(len, result.assumptions), default=0) + 2
     for name, fact in result.assumptions.items():
-        print(f"{name + ':':20} {fact}")
-    print(f"\n{_result_table(result)}")
+        say(f"{name + ':':{width}}{fact}", indent=" " * width)
+    print()
+    stdout_console().print(_result_table(result))
 
 
 @contextmanager
@@ -95,15 +99,17 @@ def _less_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _result_table(result: Result) -> str:
+def _result_table(result: Result) -> RecordTable:
     """Rows as lines; a single row as a list of figures."""
     if len(result.rows) == 1:
-        lines: list[tuple[str, ...]] = [(name, _cell_text(value)) for name, value in result.rows[0].items()]
-    else:
-        lines = [tuple(result.rows[0]), *(tuple(map(_cell_text, row.values())) for row in result.rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(text.rstrip() for text in texts)
+        table = RecordTable("figure", "value")
+        for name, value in result.rows[0].items():
+            table.add_row(name, _cell_text(value))
+        return table
+    table = RecordTable(*result.rows[0])
+    for row in result.rows:
+        table.add_row(*map(_cell_text, row.values()))
+    return table
 
 
 def _cell_text(value: object) -> str:
@@ -550,10 +556,7 @@ def run_plan(options: PlanOptions) -> None:
     def serve(config: ClusterConfig) -> Summary:
         return simulate(config, source.read())[0]
 
-    def told(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    plan = PlanSearch(base, machines, serve, options.goodput, options.bound, told).plan()
+    plan = PlanSearch(base, machines, serve, options.goodput, options.bound, lambda line: say(line, err=True)).plan()
     facts: dict[str, object] = {
         "trace": source.describe(), "rate": options.rate, "model": options.model, "hardware": machines.name,
         "profile": f"{profile.name}: {profile.hardware}", "limits": f"TTFT {limits.ttft_s:g} s, TBT {limits.tbt_s:g} s",

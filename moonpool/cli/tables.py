@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -39,8 +40,8 @@ def size_text(count: float) -> str:
 class RecordTable:
     """A row per record; the first cell names the record.
 
-    If the rows are wider than the terminal, each record is printed as a name and, below, lines of `heading value`. No
-    cell is ever shortened.
+    If the rows are wider than the terminal, headings of several words are stacked. If the rows are still too wide, each
+    record is printed as a name and, below, lines of `heading value`. No cell is ever shortened.
 
     Args:
         headings: the columns' headings.
@@ -62,8 +63,8 @@ class RecordTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._title:
             yield Text(self._title)
-        for padding in (1, 0):
-            table = self._table(padding)
+        for padding, stacked in ((1, False), (0, False), (1, True), (0, True)):
+            table = self._table(padding, stacked)
             natural = Measurement.get(console, options.update(max_width=PIPE_WIDTH), table).maximum
             if natural <= options.max_width:
                 yield from console.render(table, options.update(width=natural))
@@ -72,10 +73,12 @@ class RecordTable:
             yield Segment(line)
             yield Segment.line()
 
-    def _table(self, padding: int) -> Table:
+    def _table(self, padding: int, stacked: bool) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, padding, 0, 0), pad_edge=False)
         for heading in self._headings:
-            table.add_column(heading, justify="right" if heading in self._right else "left", no_wrap=True)
+            justify: Literal["left", "right"] = "right" if heading in self._right else "left"
+            shown = heading.replace("_", " ").replace(" ", "\n") if stacked else heading
+            table.add_column(shown, justify=justify, no_wrap=True, vertical="bottom")
         for row in self._rows:
             table.add_row(*map(Text, row))
         return table

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,11 @@ class HttpConnection(HttpToolsProtocol):
         limit = self.config.max_connections
         if limit and len(self.connections) > limit:
             self._least_useful().transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the request, too. What knows this connection is let go: a reference cycle keeps its request for long."""
+        super().connection_lost(exc)
+        self.cycle = self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, piece by piece. Meanwhile nothing more is read. A closing connection drops the data."""
@@ -150,10 +156,10 @@ class HttpConnection(HttpToolsProtocol):
             raise ValueError("a request has one Host")
         self._in_head = False
         super().on_headers_complete()
-        cycle = self.cycle
-        self._asked_to_close = not cycle.keep_alive
-        cycle.transport = ResponseTransport(self)  # type: ignore[assignment]
-        self.scope["moonpool.unread"] = lambda: self._in_message and self.cycle is cycle  # type: ignore[typeddict-unknown-key]
+        self._asked_to_close = not self.cycle.keep_alive
+        self.cycle.transport = ResponseTransport(self)  # type: ignore[assignment]
+        cycle = weakref.ref(self.cycle)  # which has this scope
+        self.scope["moonpool.unread"] = lambda: self._in_message and self.cycle is cycle()  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         self._more_than_head = True

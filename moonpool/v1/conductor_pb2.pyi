@@ -2599,6 +2599,7 @@ class EndedRequest(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    ENDED_AGO_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -2609,6 +2610,8 @@ class EndedRequest(_message.Message):
     """As `ExplainResponse.failed`."""
     cancelled: _builtins.bool
     """As `ExplainResponse.cancelled`."""
+    ended_ago_s: _builtins.float
+    """Seconds since its end."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -2627,10 +2630,11 @@ class EndedRequest(_message.Message):
         refused: _builtins.str = ...,
         failed: _builtins.str = ...,
         cancelled: _builtins.bool = ...,
+        ended_ago_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "ended_ago_s", b"ended_ago_s", "failed", b"failed", "refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

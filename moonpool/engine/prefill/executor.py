@@ -301,7 +301,10 @@ class PrefillExecutor:
         keys, parents = incoming.spec.keys[order.first : end], incoming.parents()[order.first : end]
         over: IoEnded[events.IoResult] = IoEnded(order.io, events.IoDone())
         windowed = [index - order.first for index in order.windowed if index < end]
-        self._write_back.submit(store, keys, parents, incoming.spec.tenant, blocks, lambda _: self.post(over), windowed)
+        trace = self._spans.traceparent_of(incoming.request_id) or self._requests[order.id].asked.sequence.traceparent
+        self._write_back.submit(
+            store, keys, parents, incoming.spec.tenant, blocks, lambda _: self.post(over), windowed, trace
+        )
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

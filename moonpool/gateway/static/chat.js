@@ -1,10 +1,10 @@
 // The chat: the conversation that is shown, what is asked, and the answer as it comes.
 
 import { get, stream } from "./api.js";
+import * as attached from "./attached.js";
 import { find, newId, remember, save, shownBefore, watch } from "./conversations.js";
 import { byId, button, toast } from "./dom.js";
 import { GrowingText } from "./markdown.js";
-import * as pictures from "./pictures.js";
 import * as sidebar from "./sidebar.js";
 import { note, settle, turnView } from "./turns.js";
 
@@ -18,8 +18,8 @@ const IDEAS = [
 const END_PX = 80; // so near to its end, the view follows an answer
 const KEEP_MS = 2000; // an answer that comes is kept so often
 
-// {id, title, settings, turns, changed, revision}; a turn is {role, content}, of the user also {pictures}, of an answer
-// also {reasoning, figures, error}.
+// {id, title, settings, turns, changed, revision}; a turn is {role, content}, of the user also {pictures, files}, of an
+// answer also {reasoning, figures, error}.
 let conversation = null;
 let editing = null; // the user's turn that is edited
 let stopping = null;
@@ -46,14 +46,14 @@ export function start() {
   byId("cancel").addEventListener("click", () => edit(null));
   byId("newest").addEventListener("click", () => follow());
   byId("scroll").addEventListener("scroll", () => { byId("newest").hidden = isAtEnd(); });
-  // The composer grows with its pictures: the end that was in view stays in view.
+  // The composer grows with what is attached: the end that was in view stays in view.
   new ResizeObserver(() => byId("newest").hidden && follow()).observe(byId("ask"));
   byId("parameters").addEventListener("change", () => isValid() && keep(conversation));
   byId("ideas").append(...IDEAS.map((idea) => button(idea, () => {
     byId("text").value = idea;
     send();
   })));
-  pictures.start(() => read([...earlier(), {}]));
+  attached.start(() => read([...earlier(), {}]));
   sidebar.start((chosen) => open(chosen ?? fresh()));
   watch(changedElsewhere);
   open(shownBefore() ?? fresh());
@@ -121,7 +121,7 @@ function fit() {
 function edit(turn) {
   if (editing || turn) {
     byId("text").value = turn?.content ?? "";
-    pictures.put(turn ? pictures.picturesOf(turn) : []);
+    attached.put(turn ? attached.attachedTo(turn) : []);
   }
   editing = turn;
   fit();
@@ -150,18 +150,18 @@ function isValid() {
 }
 
 function send() {
-  if (pictures.ready()) {
-    pictures.ready().then(send);
+  if (attached.ready()) {
+    attached.ready().then(send);
     return;
   }
   const said = byId("text").value.trim();
-  if ((!said && pictures.isEmpty()) || stopping || !isValid()) return;
-  const shown = pictures.taken(earlier());
+  if ((!said && attached.isEmpty()) || stopping || !isValid()) return;
+  const more = attached.taken(earlier());
   if (editing) cut(editing);
   edit(null);
   byId("text").value = "";
   fit();
-  const turn = { role: "user", content: said, ...(shown.length ? { pictures: shown } : {}) };
+  const turn = { role: "user", content: said, ...more };
   conversation.turns.push(turn);
   settled(show(turn), turn);
   answer();
@@ -197,7 +197,7 @@ function messages(own, turn) {
   const sent = read(own.turns.slice(0, own.turns.indexOf(turn)));
   const system = byId("system").value.trim();
   const first = system ? [{ role: "system", content: system }] : [];
-  return [...first, ...sent.map((each) => ({ role: each.role, content: pictures.content(each) }))];
+  return [...first, ...sent.map((each) => ({ role: each.role, content: attached.content(each) }))];
 }
 
 /** Asks for the answer to the last turn of the user, and shows the answer as it comes. */

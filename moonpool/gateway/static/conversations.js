@@ -1,7 +1,7 @@
 // Conversations of this browser, each under its own key of the local storage, so that two tabs do not write over each
 // other. They go nowhere but into the requests of the chat.
 
-import { hasPictures, keepable, picturesOf } from "./pictures.js";
+import { attachedTo, hasPictures, keepable } from "./attached.js";
 
 const PREFIX = "moonpool-conversation:";
 const OLD_LIST = "moonpool-conversations"; // where earlier versions kept all of them
@@ -119,7 +119,7 @@ export const everything = () => JSON.stringify({ conversations: saved() }, null,
 const TITLE_CHARS = 60;
 
 export const title = ({ title: given, turns }) => given || turns[0]?.content.slice(0, TITLE_CHARS) ||
-  (turns.length && picturesOf(turns[0])[0]?.name) || "New conversation";
+  (turns.length && attachedTo(turns[0])[0]?.name) || "New conversation";
 
 // randomUUID needs HTTPS.
 export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;

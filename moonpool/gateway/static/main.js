@@ -1,10 +1,10 @@
 // The page: which view is shown, the model or adapter that is asked, and the key.
 
 import { get, key, setKey } from "./api.js";
+import * as attached from "./attached.js";
 import * as chat from "./chat.js";
 import * as cluster from "./cluster.js";
 import { byId, el } from "./dom.js";
-import * as pictures from "./pictures.js";
 import * as requests from "./requests.js";
 import * as see from "./see.js";
 
@@ -30,7 +30,7 @@ async function models() {
     const before = byId("model").value;
     byId("model").replaceChildren(...data.map(({ id }) => el("option", { value: id }, id)));
     if (data.some(({ id }) => id === before)) byId("model").value = before;
-    pictures.offer(data[0].architecture?.input_modalities?.includes("image") ?? false);
+    attached.offer(data[0].architecture?.input_modalities?.includes("image") ?? false);
     document.title = `${data[0].id} · Moonpool`;
     byId("model-problem").hidden = true;
     byId("access").hidden = !key();

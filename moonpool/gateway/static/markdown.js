@@ -12,7 +12,7 @@ const rendered = new Map();
 
 /** The nodes of a text in Markdown; each block of code has a button that copies it. A text that is too long stays text. */
 export async function markdown(text) {
-  if (text.length > MAX_CHARS) return [text];
+  if (text.length > MAX_CHARS) return [new Text(text)];
   if (!rendered.has(text)) {
     const { html } = await post("/moonpool/markdown", { text });
     if (rendered.size >= KEPT) rendered.clear();
@@ -23,7 +23,7 @@ export async function markdown(text) {
 
 /** As `markdown`, of a text that still grows. */
 async function unfinished(text) {
-  return text.length > MAX_CHARS ? [text] : nodesOf((await post("/moonpool/markdown", { text })).html);
+  return text.length > MAX_CHARS ? [new Text(text)] : nodesOf((await post("/moonpool/markdown", { text })).html);
 }
 
 function nodesOf(html) {
@@ -33,7 +33,28 @@ function nodesOf(html) {
   }
   for (const found of body.querySelectorAll("table")) frame(found, "wide-table", "Table");
   for (const found of body.querySelectorAll("math[display='block']")) frame(found, "formula", "Formula");
-  return [...body.childNodes];
+  return [...body.childNodes].filter((node) => node instanceof Element || node.data.trim());
+}
+
+/**
+ * Gives an element these nodes behind its first `from` ones. What is equal already stays, and texts that go on are added to,
+ * so that a selection, the place in a block that scrolls, and the focus are kept. With `cut`, nodes behind them go.
+ */
+export function redraw(parent, nodes, from = 0, cut = true) {
+  nodes.forEach((node, at) => {
+    const there = parent.childNodes[from + at];
+    if (!there) parent.append(node);
+    else if (there.isEqualNode(node)) return;
+    else if (there instanceof Text && node instanceof Text) redrawText(there, node.data);
+    else if (there instanceof Element && there.cloneNode().isEqualNode(node.cloneNode())) redraw(there, [...node.childNodes]);
+    else there.replaceWith(node);
+  });
+  while (cut && parent.childNodes.length > from + nodes.length) parent.lastChild.remove();
+}
+
+function redrawText(there, data) {
+  if (data.startsWith(there.data)) there.appendData(data.slice(there.data.length));
+  else there.data = data;
 }
 
 /** Puts what may be wide into a box that scrolls. */
@@ -44,7 +65,7 @@ function frame(found, kind, name) {
 }
 
 function block(language, code) {
-  const head = el("div", { class: "code-head" }, language, button("Copy code", ({ target }) => copy(target, code)));
+  const head = el("div", { class: "code-head" }, language, button("Copy code", ({ target }) => copy(target, target.closest(".code").querySelector("code"))));
   return el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code));
 }
 
@@ -52,8 +73,8 @@ function block(language, code) {
 export class GrowingText {
   #element;
   #change;
-  #rest = el("div", { class: "rest" });
   #done = 0; // characters that are drawn for good
+  #nodes = 0; // of these characters
   #drawn = ""; // the text that is drawn
   #text = "";
   #busy = false;
@@ -68,7 +89,7 @@ export class GrowingText {
   update(text) {
     if (!this.#text) {
       this.#element.classList.add("rendered");
-      this.#element.replaceChildren(this.#rest);
+      this.#element.replaceChildren();
     }
     this.#text = text;
     if (!this.#busy) this.#render();
@@ -81,15 +102,13 @@ export class GrowingText {
       const end = whole(text, this.#done);
       if (end > this.#done) {
         const nodes = await rendering(markdown, text.slice(this.#done, end));
-        this.#change(() => {
-          this.#rest.before(...nodes);
-          this.#rest.replaceChildren();
-        });
+        redraw(this.#element, nodes, this.#nodes, false); // what follows is drawn below
+        this.#nodes += nodes.length;
         this.#done = end;
       }
       const began = performance.now();
       const nodes = await rendering(unfinished, text.slice(this.#done));
-      this.#change(() => this.#rest.replaceChildren(...nodes));
+      this.#change(() => redraw(this.#element, nodes, this.#nodes));
       this.#drawn = text;
       const pause = Math.max(PAUSE_MS, PAUSE_TIMES * (performance.now() - began));
       await new Promise((done) => { setTimeout(done, pause); });

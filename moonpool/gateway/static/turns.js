@@ -1,9 +1,9 @@
 // How a turn of a conversation is drawn, and what is told below an answer.
 
 import { post } from "./api.js";
+import { drawn } from "./attached.js";
 import { button, copy, count, el, seconds } from "./dom.js";
-import { markdown } from "./markdown.js";
-import { drawn } from "./pictures.js";
+import { markdown, redraw } from "./markdown.js";
 
 // Turns are rendered when they come near the window: a long conversation opens at once.
 const near = new IntersectionObserver((entries) => {
@@ -32,8 +32,8 @@ export function settle({ shown, said, more }, turn, messages) {
   }
   if (!said.classList.contains("rendered")) said.textContent = turn.content;
   shown.render = async () => {
-    const nodes = await markdown(turn.content).catch(() => [turn.content]); // without the gateway, text stays text
-    said.replaceChildren(...nodes);
+    const nodes = await markdown(turn.content).catch(() => [new Text(turn.content)]); // without the gateway, text stays text
+    redraw(said, nodes);
     said.classList.toggle("rendered", nodes[0] instanceof Element);
   };
   if (turn.content) near.observe(shown);

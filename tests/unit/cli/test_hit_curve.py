@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from moonpool.cli.kvstore import capacity_advice, draw_hit_curve, hit_share, size_text
+from moonpool.cli.kvstore import capacity_advice, draw_hit_curve, hit_share
 
 
 def test_the_hit_share_between_two_points_is_that_of_the_smaller() -> None:
@@ -13,28 +13,15 @@ def test_the_hit_share_between_two_points_is_that_of_the_smaller() -> None:
     assert [hit_share(curve, size) for size in (9, 10, 19.9, 20, 1000)] == [0, 0.1, 0.1, 0.3, 0.35]
 
 
-def test_sizes_in_words() -> None:
-    assert [size_text(size) for size in (0, 1, 999, 1500, 2e9, 100e9, 3.5e12, 1e19)] == [
-        "0 B",
-        "1 B",
-        "999 B",
-        "1.5 KB",
-        "2 GB",
-        "100 GB",
-        "3.5 TB",
-        "1e+04 PB",
-    ]
-
-
 def test_the_picture_answers_the_question() -> None:
     curve = [(10**9, 0.1), (2 * 10**9, 0.3), (40 * 10**9, 0.35)]
     text = capacity_advice(curve, 10**9, 10**9)
-    assert text == "1 GB hit 10.0 %; another 1 GB would add 20.0 points; no size hits more than 35.0 %"
+    assert text == "1.0 GB hit 10.0 %; another 1.0 GB would add 20.0 points; no size hits more than 35.0 %"
     drawing = ET.fromstring(draw_hit_curve(curve, 10**9, 10**9))  # our own
     texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert text in texts
     assert "now" in texts
-    assert "+1 GB" in texts
+    assert "+1.0 GB" in texts
     line = drawing.find(".//{*}path[@class='curve']")
     assert line is not None
     heights = [float(step) for step in re.findall(r"V([0-9.]+)", line.attrib["d"])]

@@ -132,3 +132,17 @@ def test_rows_that_do_not_fit_become_lines_of_headings_and_values() -> None:
         "  address 127.0.0.1:50052",
         "  run 12  draining",
     ]
+
+
+def test_headings_of_several_words_are_stacked_where_the_rows_then_fit() -> None:
+    table = RecordTable("policy", "ttft_mean_s", "goodput share")
+    table.add_row("social", "1.2", "1")
+    out = io.StringIO()
+    Console(file=out, width=21).print(table)
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+        "        ttft",
+        "        mean  goodput",
+        "policy  s     share",
+        "─" * 21,
+        "social  1.2   1",
+    ]

@@ -19,3 +19,4 @@ def test_a_terminal_gets_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "moonpool: a-long-name that wraps\n\nsecond"
     assert whole_words(text, Terminal()) == "moonpool:\na-long-name\nthat wraps\n\nsecond"
     assert whole_words(text, io.StringIO()) == text
+    assert whole_words("slo: 30 s, 0.1 s", Terminal(), "     ") == "slo: 30 s,\n     0.1 s"

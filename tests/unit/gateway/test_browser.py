@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,21 @@ class Calls:
 
     async def aclose(self) -> None:
         """Nothing is open."""
+
+
+class PausedCall(HeldCall):
+    """Waits for `resumed` behind so many messages, and for ever behind the last."""
+
+    def __init__(self, messages: Iterable[pb.GenerateResponse], pause: int) -> None:
+        super().__init__(messages)
+        self._before_pause = pause
+        self.resumed = asyncio.Event()
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        if not self._before_pause:
+            await self.resumed.wait()
+        self._before_pause -= 1
+        return await super().__anext__()
 
 
 async def test_conversation() -> None:
@@ -271,22 +286,25 @@ async def say(page: Any, text: str) -> None:
     await page.locator("#talk > article").nth(turns + 1).locator(".note a").wait_for()
 
 
-FILES = """([kind, files]) => {
+FILES = """([kind, target, files]) => {
   const given = new DataTransfer();
   for (const [name, type, chars] of files) {
     const bytes = Uint8Array.from(atob(chars), (char) => char.charCodeAt(0));
     given.items.add(new File([bytes], name, { type }));
   }
   const options = { bubbles: true, cancelable: true };
-  document.querySelector("#text").dispatchEvent(kind === "paste"
+  return document.querySelector(target).dispatchEvent(kind === "paste"
     ? new ClipboardEvent(kind, { clipboardData: given, ...options })
     : new DragEvent(kind, { dataTransfer: given, ...options }));
 }"""
 
 
-async def give(page: Any, kind: str, name: str, content: bytes, media_type: str = "image/png") -> None:
-    """Drop or paste a file."""
-    await page.evaluate(FILES, [kind, [[name, media_type, base64.b64encode(content).decode()]]])
+async def give(
+    page: Any, kind: str, name: str, content: bytes, media_type: str = "image/png", at: str = "#text"
+) -> None:
+    """Drag, drop or paste a file; the browser would leave the page for a file that the page does not take."""
+    given = [[name, media_type, base64.b64encode(content).decode()]]
+    assert not await page.evaluate(FILES, [kind, at, given]), "the page has not taken the file"
 
 
 async def test_pictures_of_a_turn(tmp_path: Path) -> None:
@@ -296,9 +314,9 @@ async def test_pictures_of_a_turn(tmp_path: Path) -> None:
     calls = Calls(ready(cluster()), iter([says("a cat")]))
     model = str(picture_model(tmp_path / "tiny-smolvlm"))
     async with serving(AsyncClient(transport=calls), model=model) as (_, port), opened(port) as page:
-        waiting, turns = page.locator("#pictures img"), page.locator("#talk > article")
+        waiting, turns = page.locator("#attached img"), page.locator("#talk > article")
         async with page.expect_file_chooser() as chooser:
-            await page.get_by_role("button", name="Add pictures").press("Enter")
+            await page.get_by_role("button", name="Add files").press("Enter")
         await (await chooser.value).set_files([{"name": "red.png", "mimeType": "image/png", "buffer": red}])
         await page.get_by_role("img", name="red.png").wait_for()
         await give(page, "paste", "gone.png", blue)
@@ -307,7 +325,7 @@ async def test_pictures_of_a_turn(tmp_path: Path) -> None:
         await page.get_by_role("button", name="Remove gone.png").click()
         assert await waiting.count() == 2
         for name, kind, content, told in (
-            ("notes.txt", "text/plain", b"hi", "notes.txt: only PNG, JPEG, WebP and GIF are pictures here."),
+            ("a.tiff", "image/tiff", b"hi", "a.tiff: only PNG, JPEG, WebP and GIF are pictures here."),
             ("huge.png", "image/png", bytes(MAX_BYTES + 1), "huge.png has 4.0 MiB; a picture may have 4.0 MiB."),
         ):
             await give(page, "drop", name, content, kind)
@@ -342,12 +360,11 @@ async def test_pictures_of_a_turn(tmp_path: Path) -> None:
 
 
 async def test_pictures_make_room_for_conversations() -> None:
-    """The oldest conversation's pictures go first, and no conversation with them. Other models are offered none."""
+    """The oldest conversation's pictures go first, and no conversation with them. Other models take none."""
     async with serving(ready(cluster()).async_client()) as (_, port), opened(port) as page:
         await page.locator("#model option", has_text="tiny").wait_for(state="attached")
-        assert not await page.locator("#add-pictures").is_visible()
         await give(page, "drop", "a.png", b"x")
-        await page.locator("#ask-problem", has_text="The served model takes no pictures.").wait_for()
+        await page.locator("#ask-problem", has_text="a.png: the served model takes no pictures.").wait_for()
         kept = await page.evaluate(
             """async () => {
               const { save, saved } = await import("/page/conversations.js");
@@ -363,6 +380,94 @@ async def test_pictures_make_room_for_conversations() -> None:
             }"""
         )
         assert kept == [[True] * 7, {"0": False, "1": False} | {str(at): True for at in range(2, 7)}]
+
+
+async def test_files_of_text() -> None:
+    """Chosen, dropped anywhere, pasted, removed, edited, kept, sent before the question; what is no text is refused."""
+    calls = Calls(ready(cluster()), iter([says("read"), says("again")]))
+    async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
+        names, turns = page.locator("#attached .file-name"), page.locator("#talk > article")
+        async with page.expect_file_chooser() as chooser:
+            await page.get_by_role("button", name="Add files").press("Enter")
+        text = "naïve ``` code\r\n"
+        for_model = "File a.md:\n````\nnaïve ``` code\n````"
+        await (await chooser.value).set_files([{"name": "a.md", "mimeType": "", "buffer": text.encode()}])
+        await names.get_by_text("a.md").wait_for()
+        await give(page, "paste", "gone.py", b"print(1)", "text/x-python", at="body")
+        await page.goto(f"http://127.0.0.1:{port}/#cluster")
+        await give(page, "dragover", "b.csv", b"", "text/csv", at="#side")
+        assert await page.locator("#drop").is_visible()
+        await give(page, "drop", "b.csv", "größe;1".encode("cp1252"), "text/csv", at="#side")
+        assert not await page.locator("#drop").is_visible()
+        await names.get_by_text("b.csv").wait_for()
+        await page.get_by_role("button", name="Remove gone.py").click()
+        assert await names.all_text_contents() == ["a.md", "b.csv"]
+        for name, content, told in (
+            ("a.pdf", b"%PDF-1.7\n", "a.pdf is no text"),
+            ("a.bin", b"\x7fELF\0", "a.bin is no text"),
+            ("big.txt", b"a" * (2**18 + 1), "big.txt has 256 KiB; a file of text may have 256 KiB."),
+        ):
+            await give(page, "drop", name, content, "")
+            await page.locator("#ask-problem", has_text=told).wait_for()
+        await say(page, "What is it?")
+        assert (
+            calls.requests[-1].chat.messages[-1].content
+            == f"{for_model}\n\nFile b.csv:\n```\ngröße;1\n```\n\nWhat is it?"
+        )
+        assert await names.count() == 0
+
+        await page.reload()
+        shown = turns.nth(0).locator(".file")
+        await shown.first.locator("summary").click()
+        assert await shown.first.locator("pre").text_content() == "naïve ``` code\n"
+        assert await turns.nth(0).locator(".said").text_content() == "What is it?"
+        await page.set_viewport_size({"width": 390, "height": 800})
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        await turns.nth(0).hover()
+        await turns.nth(0).locator("button", has_text="Edit").click()
+        await page.get_by_role("button", name="Remove b.csv").click()
+        await page.fill("#text", "")
+        await page.press("#text", "Enter")
+        await turns.nth(1).locator(".note a").wait_for()
+        assert calls.requests[-1].chat.messages[-1].content == for_model
+
+
+async def test_a_mark_for_what_is_dragged_goes_when_it_leaves() -> None:
+    """Browsers tell of a file that is dragged for as long as the file is above the page; text is dragged as ever."""
+    async with serving(ready(cluster()).async_client()) as (_, port), opened(port) as page:
+        await give(page, "dragover", "a.txt", b"", "text/plain", at="#views")
+        await page.locator("#drop").wait_for()
+        await page.locator("#drop").wait_for(state="hidden")
+        assert await page.evaluate(FILES, ["dragover", "#views", []]), "the browser's own affair"
+        assert not await page.locator("#drop").is_visible()
+
+
+async def test_a_selection_stays_while_an_answer_grows() -> None:
+    """What was selected in an answer is selected still when more of the answer has come, and at its end."""
+    messages = says("One **two** three.\n\n```python\nprint(1)\n```\n\nFour")
+    messages[2].delta.text = " five\n\n# Six\n"
+    held = PausedCall(messages[:3], pause=2)
+    async with serving(AsyncClient(transport=Calls(ready(cluster()), iter([held])))) as (_, port), opened(port) as page:
+        await page.fill("#text", "hi")
+        await page.press("#text", "Enter")
+        said = page.locator("#talk > article").nth(1).locator(".said")
+        await said.locator("p", has_text="Four").wait_for()
+        await page.evaluate(
+            """() => {
+              const [first, last] = document.querySelectorAll(".said p");
+              getSelection().setBaseAndExtent(first.querySelector("strong").firstChild, 1, last.firstChild, 2);
+            }"""
+        )
+        selected = "getSelection().toString().replace(/\\s+/g, ' ')"
+        before = await page.evaluate(selected)
+        assert before.startswith("wo three.")
+        assert before.endswith("Fo")
+        held.resumed.set()
+        await said.locator("h1", has_text="Six").wait_for()
+        assert await page.evaluate(selected) == before
+        await page.click("#stop")
+        await page.locator("#talk > article").nth(1).locator(".note", has_text="stopped").wait_for()
+        assert await page.evaluate(selected) == before
 
 
 async def test_cluster_and_requests() -> None:
