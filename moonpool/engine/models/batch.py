@@ -69,6 +69,7 @@ class PackedBatch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
     per_layer: Tensor | None = None  # [T, layers, n], tokens' embeddings for each layer
+    normed: Tensor | None = None  # [T, hidden], what the part of a layer reads beside which the next one's stands
     spans: Any = None  # of recurrent layers: `moonpool.engine.models.recurrent.state_spans`
 
     @property
