@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any, Self, Unpack
 
 from google.protobuf.message import Message
 
-from moonpool.base.errors import NotFound
+from moonpool.base.errors import MoonpoolError, NotFound
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client import translate
@@ -28,6 +29,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 10.0
+OTHER_STATE_S = 0.5
 LORA_TIMEOUT_S = 150.0
 RESUME_TIMEOUT_S = 30.0
 SILENCE_S = 1.0
@@ -127,9 +129,28 @@ class AsyncClient:
         return AsyncTokenStream(self._conductors, translate.generate_request(request, whole=whole), timeouts, on_placed)
 
     async def cluster_state(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> ClusterState:
-        """Return the cluster's state according to the conductor."""
+        """Return the cluster's state according to a conductor, with the requests of all conductors.
+
+        A conductor that does not answer within half a second more is left out.
+        """
         request = conductor_pb2.ClusterStateRequest()
-        return translate.cluster_state(await self._query(request, timeout_s))
+        state = await self._query(request, timeout_s)
+        others = [number for number in range(len(self._conductors)) if number != self._conductors.first]
+        answers = await asyncio.gather(*(self._other_state(number, request) for number in others))
+        return translate.cluster_state(translate.with_requests(state, [answer for answer in answers if answer]))
+
+    async def _other_state(
+        self, number: int, request: conductor_pb2.ClusterStateRequest
+    ) -> conductor_pb2.ClusterStateResponse | None:
+        """What a further conductor says; None if it is late or lost."""
+        try:
+            async with asyncio.timeout(OTHER_STATE_S):
+                answer: conductor_pb2.ClusterStateResponse = await self._conductors[number].query(
+                    request, OTHER_STATE_S
+                )
+                return answer
+        except (MoonpoolError, TimeoutError):
+            return None
 
     async def change_role(self, instance_id: str, kind: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> None:
         """Ask an engine instance to drain and to restart as "prefill" or "decode". Does not wait for the restart.

@@ -71,7 +71,7 @@ class LoraInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantInfo:
-    """A tenant's requests at the conductor: all, and those waiting. `weight` is the tenant's share."""
+    """A tenant's requests at the conductors: all, and those waiting. `weight` is the tenant's share."""
 
     tenant: str
     weight: float
@@ -81,13 +81,13 @@ class TenantInfo:
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """Requests that wait at the conductor.
+    """Requests that wait at the conductors.
 
     Attributes:
         for_limits: requests that wait for a placement that keeps their SLO.
         for_room: requests that wait for KV memory at a decode instance.
         prompt_bytes: prompts' size in `for_limits`.
-        tenants: at most 100 tenants with requests at the conductor, waiting or not.
+        tenants: at most 100 tenants of each conductor with requests there, waiting or not.
     """
 
     for_limits: int = 0
@@ -116,6 +116,7 @@ class EndedRequest:
         refused: why the request was refused; "" if not refused.
         failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if not failed.
         cancelled: the client stopped the request, or left, before the answer was whole.
+        ended_ago_s: seconds since the request's end.
     """
 
     request_id: str
@@ -125,15 +126,18 @@ class EndedRequest:
     refused: str = ""
     failed: str = ""
     cancelled: bool = False
+    ended_ago_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RecentInfo:
-    """Requests that ended in the last `window_s` seconds.
+    """Requests that ended in the last `window_s` seconds, at all conductors that the client knows.
+
+    Of several conductors, `p50` is the mean of the conductors' medians, by requests, and `p99` the largest.
 
     Attributes:
         window_s: 60, or less if the conductor is younger.
-        requests: number of requests, at most 1,024.
+        requests: number of requests, at most 1,024 of each conductor.
         usage: tokens in all requests.
         ttft_s: time to first token, in seconds.
         tpot_s: mean time per token, in seconds, over answers with more than one token.

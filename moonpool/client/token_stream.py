@@ -13,7 +13,7 @@ from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.client.background import BackgroundLoop
 from moonpool.client.failover import ConductorFailover, ConductorList, loop_time, pause_before_retry, remaining_s
 from moonpool.client.result_collector import ResultCollector
-from moonpool.client.transport import GenerateCall, NotConnected
+from moonpool.client.transport import GenerateCall, NotConnected, is_cancelled
 from moonpool.client.types import GenerateResult, Placement, TokenEvent
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -175,11 +175,11 @@ class AsyncTokenStream:
                     await pause_before_retry(pause_s, deadline)
                     self._enter(StreamState.CONNECTING)
         except (Exception, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if self._state is not StreamState.CANCELLED or (task is not None and task.cancelling()):
+            if self._state is not StreamState.CANCELLED or is_cancelled():
                 raise  # otherwise the error is the effect of `cancel`
         finally:
             self._enter(StreamState.ENDED)
+            self._on_placed = _nothing  # what is called may know this stream
             self._run_at(None)
             if self._call is not None:
                 self._call.cancel()
@@ -221,6 +221,10 @@ class AsyncTokenStream:
         # The conductor answers and refuses. Another conductor may serve, or this conductor soon if just started.
         again = len(self._conductors) > 1 or not self._failover.round
         return pause_s if isinstance(error, Unavailable) and again else None
+
+
+def _nothing() -> None:
+    """Called in place of what nobody waits for any more."""
 
 
 class TokenStream:

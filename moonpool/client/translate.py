@@ -196,6 +196,44 @@ def unload_lora_adapter(lora_name: str) -> conductor_pb2.UnloadLoraAdapterReques
     return request
 
 
+def with_requests(
+    state: conductor_pb2.ClusterStateResponse, others: Sequence[conductor_pb2.ClusterStateResponse]
+) -> conductor_pb2.ClusterStateResponse:
+    """A cluster's state with the requests that further conductors have, and those that ended there."""
+    found = conductor_pb2.ClusterStateResponse()
+    found.CopyFrom(state)
+    for other in others:
+        _add_requests(found, other)
+    return found
+
+
+def _add_requests(state: conductor_pb2.ClusterStateResponse, other: conductor_pb2.ClusterStateResponse) -> None:
+    queue, recent, others = state.queue, state.recent, other.recent
+    queue.for_limits += other.queue.for_limits
+    queue.for_room += other.queue.for_room
+    queue.prompt_bytes += other.queue.prompt_bytes
+    known = {tenant.tenant: tenant for tenant in queue.tenants}
+    for tenant in other.queue.tenants:
+        if (same := known.get(tenant.tenant)) is None:
+            queue.tenants.append(tenant)
+        else:
+            same.requests += tenant.requests
+            same.waiting += tenant.waiting
+    queue.tenants.sort(key=lambda tenant: tenant.tenant)
+    both = recent.requests + others.requests
+    for ours, theirs in ((recent.ttft_s, others.ttft_s), (recent.tpot_s, others.tpot_s)):
+        if both:
+            ours.p50 = (ours.p50 * recent.requests + theirs.p50 * others.requests) / both
+        ours.p99 = max(ours.p99, theirs.p99)
+    recent.requests = both
+    recent.window_s = max(recent.window_s, others.window_s)
+    for field in others.usage.DESCRIPTOR.fields:
+        setattr(recent.usage, field.name, getattr(recent.usage, field.name) + getattr(others.usage, field.name))
+    last = sorted([*recent.last, *others.last], key=lambda request: request.ended_ago_s)[:MAX_LISTED]
+    del recent.last[:]
+    recent.last.extend(last)
+
+
 def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
     """Translate a cluster's state."""
     return ClusterState(
@@ -223,6 +261,8 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
     )
 
 
+MAX_LISTED = 32
+"""Ended requests listed individually, as conductors list them."""
 _KINDS: dict[int, str] = {
     kv_pb2.INSTANCE_KIND_CONDUCTOR: "conductor",
     kv_pb2.INSTANCE_KIND_PREFILL: "prefill",

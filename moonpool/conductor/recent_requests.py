@@ -26,25 +26,25 @@ class RecentRequests:
         self._clock = clock
         self._began = clock()
         self._ended: deque[_Figures] = deque(maxlen=MAX_REMEMBERED)
-        self._last: deque[conductor_pb2.EndedRequest] = deque(maxlen=MAX_LISTED)
+        self._last: deque[tuple[float, conductor_pb2.EndedRequest]] = deque(maxlen=MAX_LISTED)
 
     def add(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
         usage, timing = timeline.usage, timeline.timing
         counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
         self._ended.append((self._clock(), *counts, timing.ttft_s, timing.tpot_s))
-        self._last.append(
+        self._list(
             conductor_pb2.EndedRequest(request_id=request_id, tenant=timeline.tenant, usage=usage, timing=timing)
         )
 
     def add_refused(self, request_id: str, tenant: str, reason: str) -> None:
         """List a refused request; the request's figures count nowhere."""
-        self._last.append(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, refused=reason))
+        self._list(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, refused=reason))
 
     def add_unanswered(
         self, request_id: str, timeline: conductor_pb2.Timeline, *, failed: str = "", cancelled: bool = False
     ) -> None:
         """List a request without a whole answer; the request's figures count nowhere."""
-        self._last.append(
+        self._list(
             conductor_pb2.EndedRequest(
                 request_id=request_id,
                 tenant=timeline.tenant,
@@ -55,10 +55,16 @@ class RecentRequests:
             )
         )
 
+    def _list(self, request: conductor_pb2.EndedRequest) -> None:
+        self._last.append((self._clock(), request))
+
     def state(self) -> conductor_pb2.RecentState:
         """Return the sums and quantiles of the last `RECENT_WINDOW_S` seconds."""
         now = self._clock()
-        state = conductor_pb2.RecentState(window_s=min(RECENT_WINDOW_S, now - self._began), last=list(self._last)[::-1])
+        for ended_at, request in self._last:
+            request.ended_ago_s = now - ended_at
+        last = [request for _, request in reversed(self._last)]
+        state = conductor_pb2.RecentState(window_s=min(RECENT_WINDOW_S, now - self._began), last=last)
         while self._ended and now - self._ended[0][0] > RECENT_WINDOW_S:
             self._ended.popleft()
         state.requests = len(self._ended)

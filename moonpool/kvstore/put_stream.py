@@ -25,6 +25,7 @@ from moonpool.base.kv.keys import KEY_BYTES, unpack_keys
 from moonpool.base.kv.layout import MAX_SLICE_BYTES
 from moonpool.base.kv.values import check_owned
 from moonpool.base.rpc.roles import check_tenant
+from moonpool.base.telemetry.spans import CURRENT, OpenSpan
 from moonpool.base.transport.flow_control import CreditReturn, StreamTraffic
 from moonpool.base.transport.framing import (
     PUT,
@@ -92,6 +93,7 @@ class _PutEntry:
         task: waits for room, to open the transfer or to write the backlog.
         backlog: parts of opened frames that wait to be written, each with the payload bytes that are settled then.
         timer: ends a transfer without progress.
+        span: from the opening to the end; None until the opening is read.
     """
 
     number: int
@@ -101,6 +103,7 @@ class _PutEntry:
     task: "asyncio.Task[None] | None" = None
     backlog: collections.deque[tuple[list[OpenedRun], int]] = dataclasses.field(default_factory=collections.deque)
     timer: asyncio.TimerHandle | None = None
+    span: OpenSpan | None = None
 
     def move(self, state: PutState) -> None:
         assert state in TRANSITIONS[self.state], f"transfer {self.number}: {self.state.name} to {state.name}"
@@ -123,6 +126,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._entries: dict[int, _PutEntry] = {}
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
+        self._spans = CURRENT.get()
 
     @property
     def traffic(self) -> StreamTraffic:
@@ -160,10 +164,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._refuse(entry, InvalidRequest("transfer", f"{message.transfer} is open already"))
         else:
             entry = _PutEntry(message.transfer, self._loop.time())
+            entry.span = self._spans.begin("kvstore.put", message.traceparent, bytes=0)
             try:
                 answer = self._begin(entry, message, payload)
             except MoonpoolError as error:
                 self._refuse(entry, error)
+            if answer is not None:
+                self._spans.end(entry.span)
         self._settle(payload.nbytes, answer)
 
     def _begin(
@@ -353,6 +360,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _remove(self, entry: _PutEntry) -> None:
         if entry.state is not PutState.ENDED:
             entry.move(PutState.ENDED)
+            if entry.span is not None:
+                self._spans.end(entry.span)
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
         if entry.timer is not None:

@@ -127,6 +127,7 @@ class PutOpen(_message.Message):
     FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     transfer: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
@@ -147,6 +148,8 @@ class PutOpen(_message.Message):
     """The writer waits until the blocks are DURABLE: they go to the SSD tier even if the store otherwise writes there only
     what is used again.
     """
+    traceparent: _builtins.str
+    """W3C trace context of the writer's span; empty if nobody traces the write."""
     @_builtins.property
     def frame(self) -> _kv_pb2.FrameHeader:
         """Describes this message's payload, which is all of the transfer. A store that has room at once takes it, and the
@@ -174,10 +177,11 @@ class PutOpen(_message.Message):
         frame: _kv_pb2.FrameHeader | None = ...,
         forgotten: _abc.Iterable[_builtins.str] | None = ...,
         durable: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "tenant", b"tenant", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "tenant", b"tenant", "traceparent", b"traceparent", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra 
 pytestmark = pytest.mark.slow
 KINDS = ("gateway", "conductor", "prefill", "decode", "kvstore")
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+WRITTEN = "0af7651916cd43dd8448eb211c80319c"
 WAIT_S = 60.0
 
 
@@ -112,6 +113,9 @@ def test_a_request_is_one_trace_over_five_processes(tmp_path: Path) -> None:
             after = time.time_ns()
             untraced = http.post("/v1/completions", json=body, headers={"traceparent": f"00-{'1' * 32}-{SPAN}-00"})
             assert untraced.status_code == 200
+            new = {"prompt": "what nobody has asked before " * 20, "max_tokens": 2}
+            headers = {"traceparent": f"00-{WRITTEN}-{SPAN}-01"}
+            assert http.post("/v1/completions", json=new, headers=headers).status_code == 200
     spans = [span for span in found if span.trace == TRACE]
     services = {span.service.removeprefix("moonpool-") for span in spans}
     assert services == set(KINDS), f"all spans are sent before a process ends: {spans}"
@@ -126,4 +130,8 @@ def test_a_request_is_one_trace_over_five_processes(tmp_path: Path) -> None:
     assert all(before <= span.start_ns <= span.end_ns <= after + 10**9 for span in spans), "on the wall clock"
     assert roots[0].attributes["gen_ai.request.max_tokens"].int_value == 4
     assert roots[0].attributes["gen_ai.usage.output_tokens"].int_value == 4
+    written = {span.name: span for span in found if span.trace == WRITTEN}
+    assert written["kv.write_back"].parent == written["prefill"].span
+    assert written["kvstore.put"].parent == written["kv.write_back"].span
+    assert written["kvstore.put"].service == "moonpool-kvstore"
     assert not [span for span in found if span.trace == "1" * 32], "the client does not want this trace"

@@ -13,6 +13,7 @@ from moonpool.base.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice, bind_a
 from moonpool.base.kv.keys import key_bindings, layer_binding, pack_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
+from moonpool.base.telemetry.trace_context import traceparent
 from moonpool.base.transport.async_utils import OneTimeEvent
 from moonpool.base.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.base.transport.flow_control import TO_STORE
@@ -166,6 +167,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
                 head_end=self._layout.head_shares,
                 tenant=tenant,
                 forgotten=forgotten,
+                traceparent=traceparent.get(),
             )
             sent = await self._open(channel, opening, keys, read, timeout_s)
             await put.opened.wait()

@@ -15,6 +15,7 @@ from moonpool.base.errors import FrameError, InvalidRequest, MoonpoolError, Over
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv_transfer.store_writer import PutOutcome
+from moonpool.base.telemetry import spans, trace_context
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
 from moonpool.base.transport.flow_control import StreamTraffic
@@ -63,7 +64,12 @@ class WriteBackLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WriteBackJob:
-    """Blocks for one kvstore. `windowed`: indices of blocks that are stored with the slices of layers with a window."""
+    """Blocks for one kvstore.
+
+    Attributes:
+        windowed: indices of blocks that are stored with the slices of layers with a window.
+        traceparent: of the span that wrote the blocks' KV; "" = nobody traces it.
+    """
 
     store: kv_pb2.Instance
     keys: Sequence[BlockKey]
@@ -72,6 +78,7 @@ class WriteBackJob:
     blocks: Sequence[int]
     over: Callable[[bool], None]
     windowed: Collection[int]
+    traceparent: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,6 +161,7 @@ class WriteBack:
         blocks: Sequence[int],
         over: Callable[[bool], None],
         windowed: Collection[int] = (),
+        traceparent: str = "",
     ) -> None:
         """Take a job for which there is `room` now; one reference on each block passes to the write-back.
 
@@ -165,7 +173,7 @@ class WriteBack:
         store_queue.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        store_queue.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over, windowed))
+        store_queue.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over, windowed, traceparent))
         self._staff(store_queue)
 
     async def run(self) -> None:
@@ -236,16 +244,7 @@ class WriteBack:
         self._doing.append(job)
         forgotten = self._forgotten(job.keys, job.tenant)  # now: the job is older than every later deletion
         try:
-            writer = await self._stores.get(job.store)
-            outcome = await writer.put(
-                job.keys,
-                job.parents,
-                job.tenant,
-                lambda layer, index: self._read(layer, job.blocks[index]),
-                timeout_s=self._limits.timeout_s,
-                windowed=job.windowed,
-                forgotten=forgotten,
-            )
+            outcome = await self._put(job, forgotten)
             self.blocks_stored += outcome.stored
             self.blocks_present += outcome.present
             stored = True
@@ -261,6 +260,26 @@ class WriteBack:
             self._ended.set()
             self._ended = asyncio.Event()
             self._give_back(job, stored=stored)
+
+    async def _put(self, job: WriteBackJob, forgotten: Sequence[str]) -> PutOutcome:
+        """Write a job's blocks, within a span of the trace that the blocks belong to."""
+        with spans.CURRENT.get().span(
+            "kv.write_back", job.traceparent, store=job.store.id, blocks=len(job.blocks)
+        ) as span:
+            known = trace_context.traceparent.set(span.traceparent)
+            try:
+                writer = await self._stores.get(job.store)
+                return await writer.put(
+                    job.keys,
+                    job.parents,
+                    job.tenant,
+                    lambda layer, index: self._read(layer, job.blocks[index]),
+                    timeout_s=self._limits.timeout_s,
+                    windowed=job.windowed,
+                    forgotten=forgotten,
+                )
+            finally:
+                trace_context.traceparent.reset(known)
 
     def _failed(self, job: WriteBackJob, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)

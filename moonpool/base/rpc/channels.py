@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from moonpool.base import world
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.base.rpc import messages
+from moonpool.base.rpc.call_carrier import CarryingChannel
 from moonpool.base.rpc.errors import from_rpc_error
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
@@ -35,17 +36,20 @@ _OPTIONS: list[tuple[str, Any]] = [
 OLD_S = 3600.0
 """Calls may continue for this long over a connection after certificates have changed."""
 Metadata = tuple[tuple[str, str], ...]
+StubT = TypeVar("StubT")
 
 
-def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, tls: Tls | None = None, *, carries: bool = False) -> grpc.aio.Channel:
     """A new channel with our options; connects on first use. The caller closes the channel.
 
-    Without `tls` the channel is plaintext.
+    Without `tls` the channel is plaintext. With `carries`, calls share a stream.
     """
     network = world.CURRENT.get().network
     if tls is None:
-        return CheckedChannel(network.channel(address, _OPTIONS))
-    return CheckedChannel(network.channel(address, [*_OPTIONS, *CHANNEL_OPTIONS], tls.channel_credentials()))
+        channel = network.channel(address, _OPTIONS)
+    else:
+        channel = network.channel(address, [*_OPTIONS, *CHANNEL_OPTIONS], tls.channel_credentials())
+    return CheckedChannel(CarryingChannel(channel) if carries else channel)
 
 
 class CheckedChannel(grpc.aio.Channel):
@@ -190,10 +194,13 @@ class Channels:
     When certificates have changed, `get` gives new channels. Calls on the old channels may end, within `OLD_S` seconds.
     """
 
-    def __init__(self, tls: Tls | None = None) -> None:
+    def __init__(self, tls: Tls | None = None, *, carries: bool = False) -> None:
+        """With `carries`, calls to a server share a stream (`CarryingChannel`): for those who make many."""
         self._tls = tls
+        self._carries = carries
         self._generation = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[tuple[str, Any], tuple[grpc.aio.Channel, Any]] = {}  # by address and kind
         self._ending: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._closed = False
 
@@ -216,8 +223,21 @@ class Channels:
         self._renew()
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, self._tls)
+            channel = self._channels[address] = open_channel(address, self._tls, carries=self._carries)
         return channel
+
+    def stub(self, address: str, make: Callable[[grpc.aio.Channel], StubT]) -> StubT:
+        """A generated stub, as `make`, on the channel to `address`; one for all calls.
+
+        Raises:
+            Unavailable: the channels are closed.
+        """
+        channel = self.get(address)
+        known = self._stubs.get((address, make))
+        if known is None or known[0] is not channel:
+            known = self._stubs[address, make] = channel, make(channel)
+        stub: StubT = known[1]
+        return stub
 
     def _renew(self) -> None:
         """Put channels aside that were made with certificates that have changed since."""
@@ -227,6 +247,7 @@ class Channels:
         if self._generation != self._tls.generation:
             self._generation = self._tls.generation
             old, self._channels = self._channels, {}
+            self._stubs.clear()
             for channel in old.values():
                 ending = asyncio.ensure_future(channel.close(OLD_S))
                 self._ending[ending] = channel
@@ -243,6 +264,8 @@ class Channels:
     async def drop(self, address: str) -> None:
         """Close the channel to `address`, if there is one; open calls are cancelled."""
         channel = self._channels.pop(address, None)
+        for key in [key for key in self._stubs if key[0] == address]:
+            del self._stubs[key]
         if channel is not None:
             await channel.close()
 

@@ -82,7 +82,8 @@ class BlockIo:
             self._post(IoEnded(action.io, StoreEnd(stored)))
 
         tenant, windowed = sequence.request.incoming.spec.tenant, (0,) if action.windowed else ()
-        self._write_back.submit(store, [key], [parent], tenant, [action.block], over, windowed)
+        trace = sequence.request.span.traceparent if sequence.request.span is not None else ""
+        self._write_back.submit(store, [key], [parent], tenant, [action.block], over, windowed, trace)
 
     def stop(self, action: StopReceiving, live: LiveRequest) -> None:
         """Answer when no frame is being written into a request's blocks any more."""

@@ -116,7 +116,8 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
     formatter = ChatFormatter(job.model_name, logprobs, options, parser)
     if "messages" in job.prompts[0] and job.sampling.width == 1:
         asked = body.agent_hints.speculative_prefill
-        job.on_finished = lambda result: gateway.next_turns.begin(job, formatter.message, result, asked=asked)
+        begin = gateway.next_turns.begin
+        job.on_finished = lambda own, result: begin(own, formatter.message, result, asked=asked)
     return gateway.generate(job, formatter)
 
 

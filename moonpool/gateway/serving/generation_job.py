@@ -42,7 +42,7 @@ class GenerationJob:
         format_field: field of the body that says what the answer looks like; errors name the field.
         prompt_field: field of the body that has the prompts, if errors name the field; "" for the SDK's names.
         thinking: how long the answers may think.
-        on_finished: called with the result of an answer that was sent whole.
+        on_finished: called with the job and the result of an answer that was sent whole; must not refer to the job.
         on_placed: called when an instance has taken the request, for each prompt.
     """
 
@@ -61,7 +61,7 @@ class GenerationJob:
     prompt_field: str = ""
     thinking: ThinkingLimit = field(default_factory=ThinkingLimit)
     on_placed: Callable[[], None] = lambda: None
-    on_finished: Callable[[GenerateResult], None] = lambda result: None
+    on_finished: Callable[[GenerationJob, GenerateResult], None] = lambda job, result: None
 
     @property
     def sampling(self) -> SamplingParams:

@@ -147,7 +147,7 @@ class GenerationResponse:
             content = await self._written(lambda: to_json(self._formatter.full_response(result)), scores)
             await self._formatter.keep()
             await reply.send_json(200, content)
-        self._job.on_finished(result)
+        self._job.on_finished(self._job, result)
 
     async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
         async with aclosing(self._events(reply, request_metrics)) as events:
@@ -175,7 +175,7 @@ class GenerationResponse:
         last = b"".join(formatter.last_events(result))
         await formatter.keep()
         yield last
-        self._job.on_finished(result)
+        self._job.on_finished(self._job, result)
 
     def _event_text(self, event: TokenEvent, prompt_tokens: int, *, is_first: bool) -> bytes:
         formatter = self._formatter

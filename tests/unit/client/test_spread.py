@@ -2,6 +2,7 @@
 
 import contextvars
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -88,6 +89,32 @@ def test_requests_of_a_client_are_spread_and_lost_ones_go_on(dial: Dial) -> None
         for _ in range(5):
             assert client.generate(prompt="hi").token_ids == [1, 2, 3]
     assert (len(down.requests), len(up.requests)) == (1, 5)
+
+
+def test_the_clusters_state_has_the_requests_of_all_conductors(dial: Dial) -> None:
+    def fake(requests: int, p50: float, ago_s: Sequence[float], **tenants: int) -> FakeConductor:
+        conductor = FakeConductor()
+        known = [pb.TenantState(tenant=name, weight=1.0, requests=count) for name, count in tenants.items()]
+        ended = [pb.EndedRequest(request_id=f"{requests} {ago:g}", ended_ago_s=ago) for ago in ago_s]
+        conductor.state.queue.CopyFrom(pb.QueueState(for_room=requests, tenants=known))
+        conductor.state.recent.CopyFrom(
+            pb.RecentState(window_s=60, requests=requests, usage=pb.Usage(completion_tokens=10 * requests),
+                           ttft_s=pb.Quantiles(p50=p50, p99=2 * p50), last=ended)
+        )  # fmt: skip
+        return conductor
+
+    one, other = fake(1, 1.0, (1.0, 3.0), a=1), fake(3, 2.0, (2.0,), a=2, b=1)
+    with dial(one, other) as client:
+        for _ in range(2):
+            state = client.cluster_state()
+            assert (state.queue.for_room, state.recent.requests, state.recent.usage.completion_tokens) == (4, 4, 40)
+            assert [(tenant.tenant, tenant.requests) for tenant in state.queue.tenants] == [("a", 3), ("b", 1)]
+            assert (state.recent.ttft_s.p50, state.recent.ttft_s.p99) == (1.75, 4.0)
+            assert [request.request_id for request in state.recent.last] == ["1 1", "3 2", "1 3"], "newest first"
+    lost = FakeConductor()
+    lost.answer = lambda _: (_ for _ in ()).throw(NotConnected("down"))  # type: ignore[method-assign]
+    with dial(one, lost) as client:
+        assert client.cluster_state().recent.requests == 1
 
 
 def test_any_conductor_may_know_a_request(dial: Dial) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import socket
 from collections.abc import AsyncIterator
@@ -111,6 +112,22 @@ async def test_requests_keep_their_connections() -> None:
         writer.close()
 
 
+async def test_bodies_that_never_end_lock_nobody_out() -> None:
+    """The one that has been coming for longest makes room."""
+    async with serving(max_connections=3) as (_, port):
+        slow = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 99\r\n\r\n{")
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            slow.append((reader, writer))
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+        assert await slow[0][0].read() == b""
+        assert not slow[2][0].at_eof()
+        for _, writer in slow:
+            writer.close()
+
+
 async def test_answer_that_is_not_read_is_given_up() -> None:
     """The client reads nothing: its connection ends after `write_timeout_s`, and its request with it."""
     placed, *_ = answer()
@@ -149,3 +166,25 @@ async def test_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen at"):
         async with serving(listen=f"127.0.0.1:{taken.getsockname()[1]}"):
             pytest.fail("served")
+
+
+async def test_a_request_that_has_ended_is_freed_at_once() -> None:
+    """Reference cycles hold what they tie until the collector looks at old objects, which is rarely."""
+    kept = {"GenerationResponse", "GenerationJob", "AsyncTokenStream", "RequestResponseCycle", "HttpConnection"}
+    closing = STREAM.replace(b"host: x", b"host: x\r\nconnection: close")
+    async with serving() as (_, port):
+        for _ in range(2):  # what is made once is made in the first round
+            gc.collect()
+            gc.disable()
+            try:
+                for request in (CLOSING, closing, CHAT + STREAM + CLOSING):
+                    assert b" 200 " in await ask(port, request)
+                await asyncio.sleep(0)  # connections are lost in a later pass of the loop
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                found = {type(left).__name__ for left in gc.garbage}
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+    assert not kept & found, found
