@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from moonpool.base import world
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
+from moonpool.base.rpc.call_carrier import CarryingChannel
 from moonpool.base.rpc.channels import check_health
 from moonpool.base.rpc.connection_monitor import ConnectionMonitor
 from moonpool.base.rpc.errors import DETAIL_KEY, from_rpc_error
@@ -136,8 +137,9 @@ class GrpcTransport:
     def _connect(self) -> grpc.aio.Channel:
         network = world.CURRENT.get().network
         if self._tls is None:
-            return network.channel(self._address, GRPC_OPTIONS)
-        return network.channel(self._address, [*GRPC_OPTIONS, *CHANNEL_OPTIONS], self._tls.channel_credentials())
+            return CarryingChannel(network.channel(self._address, GRPC_OPTIONS))
+        options = [*GRPC_OPTIONS, *CHANNEL_OPTIONS]
+        return CarryingChannel(network.channel(self._address, options, self._tls.channel_credentials()))
 
 
 class _GrpcCall:

@@ -83,7 +83,7 @@ async def conductor(
     async with AsyncExitStack() as stack:
         security = Security.of(config, config.client_listen, config.api_keys)
         credentials = _picker_credentials(config, Security.tls_of(security))
-        channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
+        channels = await stack.enter_async_context(Channels(Security.tls_of(security), carries=True))
         servicer = await stack.enter_async_context(
             assembled(config, checkpoint, channels, spans, metrics, deletion_wait_s)
         )

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from moonpool.base import world
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.base.rpc import messages
+from moonpool.base.rpc.call_carrier import CarryingChannel
 from moonpool.base.rpc.errors import from_rpc_error
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
@@ -37,15 +38,17 @@ OLD_S = 3600.0
 Metadata = tuple[tuple[str, str], ...]
 
 
-def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, tls: Tls | None = None, *, carries: bool = False) -> grpc.aio.Channel:
     """A new channel with our options; connects on first use. The caller closes the channel.
 
-    Without `tls` the channel is plaintext.
+    Without `tls` the channel is plaintext. With `carries`, calls share a stream.
     """
     network = world.CURRENT.get().network
     if tls is None:
-        return CheckedChannel(network.channel(address, _OPTIONS))
-    return CheckedChannel(network.channel(address, [*_OPTIONS, *CHANNEL_OPTIONS], tls.channel_credentials()))
+        channel = network.channel(address, _OPTIONS)
+    else:
+        channel = network.channel(address, [*_OPTIONS, *CHANNEL_OPTIONS], tls.channel_credentials())
+    return CheckedChannel(CarryingChannel(channel) if carries else channel)
 
 
 class CheckedChannel(grpc.aio.Channel):
@@ -190,8 +193,10 @@ class Channels:
     When certificates have changed, `get` gives new channels. Calls on the old channels may end, within `OLD_S` seconds.
     """
 
-    def __init__(self, tls: Tls | None = None) -> None:
+    def __init__(self, tls: Tls | None = None, *, carries: bool = False) -> None:
+        """With `carries`, calls to a server share a stream (`CarryingChannel`): for those who make many."""
         self._tls = tls
+        self._carries = carries
         self._generation = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._ending: dict[asyncio.Task[None], grpc.aio.Channel] = {}
@@ -216,7 +221,7 @@ class Channels:
         self._renew()
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, self._tls)
+            channel = self._channels[address] = open_channel(address, self._tls, carries=self._carries)
         return channel
 
     def _renew(self) -> None:

@@ -100,8 +100,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     for method, roles in table.items()
 }
 """Roles by method."""
-FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""Calls open to everybody with an accepted connection."""
+FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.", "/moonpool.v1.CallsService/")
+"""Calls open to everybody with an accepted connection. Each call that `CallsService` carries is checked by itself."""
 
 
 class RpcCaller(NamedTuple):

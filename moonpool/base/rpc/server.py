@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from moonpool.base import world
 from moonpool.base.config import format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from moonpool.base.rpc import messages
+from moonpool.base.rpc.carried_calls import CarriedCalls, CarriedMethod
 from moonpool.base.rpc.errors import DETAIL_KEY, to_status
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.peer_calls import DEFAULT_LIMITS, CallLimits, PeerCalls
@@ -32,11 +33,13 @@ from moonpool.base.rpc.stream_writes import write_whole
 from moonpool.base.rpc.tls import Security
 from moonpool.base.rpc.tuning import CONNECTION_OPTIONS
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.v1 import calls_pb2
 
 log = get_logger(__name__)
 Service = tuple[ServiceDescriptor, object]
 LIVENESS, READINESS = "liveness", "readiness"
 """Names under which orchestrators and the endpoint picker protocol ask: whether the process answers; takes requests."""
+_CALLS = calls_pb2.DESCRIPTOR.services_by_name["CallsService"]
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
@@ -154,13 +157,14 @@ async def serving(
         ("grpc.max_concurrent_streams", limits.connection_calls),
         ("grpc.server_handshake_timeout_ms", round(1e3 * limits.handshake_s)),
     ]
-    server = world.CURRENT.get().network.server([ErrorInterceptor(PeerCalls(limits), gate)], options)
-    names = [descriptor.full_name for descriptor, _ in services]
+    peers = PeerCalls(limits)
+    server = world.CURRENT.get().network.server([ErrorInterceptor(peers, gate)], options)
+    handlers = {descriptor.full_name: _handlers(descriptor, servicer) for descriptor, servicer in services}
+    carried = CarriedCalls(_carried_methods(handlers, peers, gate))
+    handlers[_CALLS.full_name] = _handlers(_CALLS, carried)
+    names = list(handlers)
     server.add_generic_rpc_handlers(
-        tuple(
-            grpc.method_handlers_generic_handler(descriptor.full_name, _handlers(descriptor, servicer))
-            for descriptor, servicer in services
-        )
+        tuple([grpc.method_handlers_generic_handler(name, methods) for name, methods in handlers.items()])
     )
     health = _Health(names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -178,6 +182,7 @@ async def serving(
         yield RunningServer(host, port, client_address, health)
     finally:
         health.close()
+        carried.close()
         await server.stop(grace_s)
 
 
@@ -211,6 +216,26 @@ def _add_services(add: Callable[[], int], field: str, listen: str) -> int:
 
 def _handlers(service: ServiceDescriptor, servicer: object) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     return {method.name: _handler(method, servicer) for method in service.methods}
+
+
+def _carried_methods(
+    handlers: Mapping[str, Mapping[str, Any]], peers: PeerCalls, gate: RoleGate | None
+) -> dict[str, CarriedMethod]:
+    """Return the methods that can be carried, guarded as `ErrorInterceptor` does it."""
+    found = {}
+    for service, methods in handlers.items():
+        for name, handler in methods.items():
+            if handler.request_streaming:
+                continue
+            method = f"/{service}/{name}"
+            counted = partial(_call_of, peers, gate, method, False)
+            behavior = (
+                _guard_stream(method, handler.unary_stream, counted)
+                if handler.response_streaming
+                else _guard_unary(method, handler.unary_unary, counted)
+            )
+            found[method] = CarriedMethod(behavior, handler.response_serializer, handler.response_streaming)
+    return found
 
 
 def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandler[Any, Any]:

@@ -205,8 +205,9 @@ def _check_whole(config: ModelConfig, layers: int) -> None:
     Raises:
         UnsupportedModel: the model's layers must be one stage; names the setting.
     """
-    if (config.decoder.tail or config.decoder.per_layer_rows) and layers < config.num_layers:
-        why = f"not for {config.architecture}, whose layers read embeddings of their own and other layers' KV"
+    joined = config.decoder.tail or config.decoder.per_layer_rows or any(each.beside for each in config.decoder.layers)
+    if joined and layers < config.num_layers:
+        why = f"not for {config.architecture}, whose layers read embeddings of their own, or what other layers have"
         raise UnsupportedModel("pipeline_parallel_size", why)
 
 
@@ -387,7 +388,7 @@ class _LayerReader:
             self._attention(),
             self._norm("attention_out_norm"),
             self._norm("feed_forward_norm"),
-            self._feed_forward_part(),
+            self._feed_forward_part() if spec.feed_forward.inner else None,
             self._norm("feed_forward_out_norm"),
             self._optional("scalar"),
             self._per_layer() if spec.per_layer else None,
@@ -501,6 +502,8 @@ class _LayerReader:
             else None,
             None if factors is None else factors.float(),
             expert_matrices(experts),
+            self._linear("to_experts") if spec.latent_width else None,
+            self._linear("from_experts") if spec.latent_width else None,
         )
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
