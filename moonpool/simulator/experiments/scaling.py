@@ -55,7 +55,7 @@ def _requests(instance: EngineInstance) -> int:
 
 
 @dataclass(slots=True)
-class Pool:
+class ScaledPool:
     """One role's instances.
 
     Attributes:
@@ -103,8 +103,8 @@ class Scaler:
         config = cluster.config
         self._cluster, self._rule, self._start_ps = cluster, rule, ps(start_s)
         self.pools = (
-            Pool("prefill", cluster.prefills, config.prefill),
-            Pool("decode", cluster.decodes, config.decode),
+            ScaledPool("prefill", cluster.prefills, config.prefill),
+            ScaledPool("decode", cluster.decodes, config.decode),
         )
         self.course: dict[str, list[tuple[float, float]]] = {pool.kind: [] for pool in self.pools}
         cluster.world.after(0, self._poll)
@@ -123,7 +123,7 @@ class Scaler:
         if cluster.busy:
             cluster.world.after(ps(POLL_S), self._poll)
 
-    def _set(self, pool: Pool, count: int) -> None:
+    def _set(self, pool: ScaledPool, count: int) -> None:
         while pool.ordered < count:
             pool.ordered += 1
             pool.starting += 1
@@ -136,7 +136,7 @@ class Scaler:
             pool.ordered -= 1
             self._cluster.machines.leave(min(running, key=_requests))
 
-    def _begin(self, pool: Pool) -> None:
+    def _begin(self, pool: ScaledPool) -> None:
         pool.starting -= 1
         free = next((instance for instance in pool.instances if not instance.up), None)
         if free is None:  # one that should have gone still drains

@@ -9,14 +9,14 @@ from moonpool.simulator.cluster.cluster import Cluster
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.experiments.frame import RequestSource
 from moonpool.simulator.experiments.report import Collector
-from moonpool.simulator.experiments.scaling import DOWN_S, MEAN_S, PAUSE_S, POLL_S, Bounds, Pool, Scaler, scaling
+from moonpool.simulator.experiments.scaling import DOWN_S, MEAN_S, PAUSE_S, POLL_S, Bounds, ScaledPool, Scaler, scaling
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, kvstore=1)
 SOURCE = RequestSource(requests=40)
 
 
 def test_a_pool_grows_at_once_and_shrinks_by_one_after_a_pause() -> None:
-    pool = Pool("prefill", [None] * 5, 2)  # type: ignore[list-item]
+    pool = ScaledPool("prefill", [None] * 5, 2)  # type: ignore[list-item]
     assert pool.read(0.0, 2.1) == 2, "within the tolerance"
     assert pool.read(POLL_S, 4.0) == pool.ordered + 2, "the mean of both readings, rounded up"
     pool.ordered = 4
