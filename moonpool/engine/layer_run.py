@@ -172,6 +172,7 @@ class LayerRun(RunMode):
         if begins and any(part.media for part in run.step.sequences):
             assert encoder is not None, "requests with pictures are refused elsewhere"
             encoder.place(run.hidden, self._with_rests(run.step)[0], run.batch)
+            run.pictures = encoder.take_placed()
 
     def _compute_layers(
         self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None

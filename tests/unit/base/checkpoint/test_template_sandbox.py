@@ -51,6 +51,9 @@ GROWS = [
     "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = ns.x + ['a' * 10**7] %}{% endfor %}",
     "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
     "{{ range(10**10) | list }}",
+    "{{ ('a\n' * 10**5) | indent(6 * 10**4) }}",
+    "{{ '{:1000000000}'.format(1) | length }}",
+    "{{ ('a' * 10**4).join(['b'] * 10**4) | length }}",
 ]
 
 
