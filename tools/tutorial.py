@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Protocol
 
 from tools.screens import ROOT, shim
 
@@ -22,6 +23,13 @@ _FENCE = re.compile(r"^```(sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TTFT = re.compile(r"TTFT ([\d.]+) s")
 READY_S = 1800.0
 """How long a start may take, with a download."""
+
+
+class Runs(Protocol):
+    """Where commands run."""
+
+    def run(self, command: str) -> str:
+        """What a command has said when it has ended, or serves."""
 
 
 class Shell:
@@ -68,9 +76,10 @@ def _words(line: str) -> list[str]:
     return re.findall(r"[a-z]+", re.sub(r"^\[\w+\]", "", line))[:2]
 
 
-def anew(page: str, shell: Shell, model: str) -> str:
+def anew(page: str, shell: Runs, model: str) -> str:
     """The page with the figures of its commands run now."""
-    said, first_tokens, parts, at = "", [], [], 0
+    first_tokens: list[float] = []
+    said, parts, at = "", [], 0
     for fence in _FENCE.finditer(page):
         parts.append(page[at : fence.start(2)])
         at = fence.end(2)

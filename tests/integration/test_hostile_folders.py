@@ -128,6 +128,16 @@ def test_each_program_starts(module: str, hostile: Hostile, tmp_path: Path) -> N
     assert hostile.run() == []
 
 
+def test_python_m_imports_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    """Without `-P`, Python puts that folder before all packages; a `moonpool` there is Python's own choice."""
+    modules = [*MODULES, "contextlib", "functools", "importlib", "typing"]
+    hostile = Hostile(tmp_path / "folder", tmp_path / "marks", ("kernels", "services"), modules)
+    command = [sys.executable, "-m", "moonpool.cli.main", "ps"]
+    variables = environment() | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=hostile.folder, env=variables, capture_output=True, text=True)
+    assert (done.returncode, hostile.run()) == (0, []), done.stderr
+
+
 def test_the_command_serves_the_model_of_a_hostile_folder(tmp_path: Path) -> None:
     """A model's folder is where people start: with a file that has the name of a library, and one beside the script."""
     model, commands = (Hostile(tmp_path / name, tmp_path / "marks", packages) for name, packages in FOLDERS.items())

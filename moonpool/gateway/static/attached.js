@@ -18,7 +18,8 @@ const DRAGGED_MS = 600; // browsers tell more often than this that something is 
 // files {name, text}.
 let pending = [];
 let reading = null;
-let offered = false;
+let told = () => {};
+let offered = new Promise((done) => { told = done; }); // whether the served model takes pictures
 let dragged = 0;
 
 /** The pictures of a turn, also of one that another program wrote. */
@@ -68,7 +69,8 @@ function mark(shown) {
 
 /** Tells whether the served model takes pictures. */
 export function offer(takes) {
-  offered = takes;
+  told(takes);
+  offered = Promise.resolve(takes);
 }
 
 /** What is done once all files are read; null if none is being read. */
@@ -97,7 +99,7 @@ async function takePicture(file, others) {
   const { name, type, size } = file;
   const there = others.filter(isHere);
   const together = there.reduce((sum, { url }) => sum + (url.length - url.indexOf(",")) * 0.75, size);
-  if (!offered) return `${name}: the served model takes no pictures.`;
+  if (!await offered) return `${name}: the served model takes no pictures.`;
   if (!TYPES.includes(type)) return `${name}: only PNG, JPEG, WebP and GIF are pictures here.`;
   if (size > MAX_BYTES) return `${name} has ${bytes(size)}; a picture may have ${bytes(MAX_BYTES)}.`;
   if (there.length >= MAX_PICTURES) return `${name}: a conversation may have ${MAX_PICTURES} pictures.`;

@@ -35,6 +35,7 @@ async function models() {
     byId("model-problem").hidden = true;
     byId("access").hidden = !key();
   } catch (error) {
+    attached.offer(false);
     byId("model-problem").textContent = error.message;
     byId("model-problem").hidden = false;
     byId("access").hidden = error.status !== 401 && !key();
