@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import Overloaded
 from moonpool.base.pictures.limits import MAX_BYTES
 from moonpool.client import AsyncClient
@@ -312,8 +313,9 @@ async def test_pictures_of_a_turn(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     red, blue = picture_file(30, 20), picture_file(40, 20)
     calls = Calls(ready(cluster()), iter([says("a cat")]))
-    model = str(picture_model(tmp_path / "tiny-smolvlm"))
-    async with serving(AsyncClient(transport=calls), model=model) as (_, port), opened(port) as page:
+    model = picture_model(tmp_path / "tiny-smolvlm")
+    texts = Tokenizer.load(model)
+    async with serving(AsyncClient(transport=calls), texts, model=str(model)) as (_, port), opened(port) as page:
         waiting, turns = page.locator("#attached img"), page.locator("#talk > article")
         async with page.expect_file_chooser() as chooser:
             await page.get_by_role("button", name="Add files").press("Enter")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import ConfigError
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
@@ -30,11 +31,13 @@ STREAM = HEAD + b"content-length: %d\r\n\r\n" % len(STREAMED) + STREAMED
 
 
 @asynccontextmanager
-async def serving(client: AsyncClient | None = None, **changes: Any) -> AsyncIterator[tuple[HttpServer, int]]:
-    """A gateway at a free port; yields its server and port."""
+async def serving(
+    client: AsyncClient | None = None, texts: Tokenizer | None = None, **changes: Any
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    """A gateway at a free port, of a model with this tokenizer; yields its server and port."""
     config = settings(**changes)
     with ThreadPoolExecutor(1) as threads:
-        app = make_gateway(client or ready(FakeConductor()).async_client(), config, threads, tokenizer())
+        app = make_gateway(client or ready(FakeConductor()).async_client(), config, threads, texts or tokenizer())
         with contextlib.closing(app.state.pictures):
             async with http_serving(app, config) as running:
                 yield running
