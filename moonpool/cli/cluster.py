@@ -186,6 +186,10 @@ def _attempt_text(attempt: Attempt) -> str:
             f"{attempt.loaded_tokens} loaded, {computed} computed{slow if attempt.overtaken_tokens else ''}; "
             f"{attempt.tokens} new tokens of the answer"
         )
+    if attempt.encode_s:
+        lines.append(
+            f"pictures took {attempt.encode_s:.4f} s of {attempt.prefill_s:.4f} s that the prompt was computed"
+        )
     lines.append(
         f"first token: predicted {placement.predicted_ttft_s:.4f} s, came {_seconds_text(came)} after the placement; "
         f"TPOT predicted {_seconds_text(placement.predicted_tpot_s)}"

@@ -151,6 +151,7 @@ class Attempt:
         last_token_s: the last new token's time.
         ended_s: time at which the placement was given up; 0 if not given up.
         overtaken_tokens: tokens computed while their load was under way, as the load took longer.
+        encode_s: seconds of `prefill_s` that went into pictures.
     """
 
     placement: Placement
@@ -174,6 +175,7 @@ class Attempt:
     last_token_s: float = 0.0
     ended_s: float = 0.0
     overtaken_tokens: int = 0
+    encode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

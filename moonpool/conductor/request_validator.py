@@ -192,6 +192,7 @@ def read_request(
         needs=sampling.uncommon if lora is None else (*sampling.uncommon, lora_option(lora.id)),
         session=session_from_proto(message.session) if message.HasField("session") else None,
         expected_tokens=min(message.expected_output_tokens, sampling.max_tokens),
+        pictures=tuple((item.begin, item.end) for item in media),
     )
     return ValidRequest(
         spec=spec,

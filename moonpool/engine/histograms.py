@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import Histogram
 
+from moonpool.base.scheduling.steps import ENCODER, MEMORY, PlacedPicture
 from moonpool.base.telemetry.prometheus import SECONDS, PrometheusMetrics
 
 COUNTS = tuple(float(1 << power) for power in range(0, 17, 2))
@@ -21,6 +24,7 @@ class EngineHistograms:
         sequences: sequences in a step.
         tokens: tokens that a step computes.
         load_s: seconds of a load, by kind of the source: "peer" or "kvstore".
+        picture_s: seconds until a picture's rows were there, by source: "encoder" or "memory".
         send_s: seconds in which pieces of a prompt's KV were handed to the transport.
     """
 
@@ -38,9 +42,23 @@ class EngineHistograms:
         )
         for source in (PEER, KVSTORE):  # so that a query has data before the first load
             self.load_s.labels(source)
+        self.picture_s = histogram(
+            "picture_seconds",
+            "Seconds of a step until the rows of a picture were there, by source: `encoder`, or `memory`, which keeps "
+            "rows of pictures that come again.",
+            SECONDS,
+            "source",
+        )
+        for source in (ENCODER, MEMORY):
+            self.picture_s.labels(source)
         self.send_s = histogram(
             "send_seconds", "Seconds in which pieces of a prompt's KV were handed to the transport.", SECONDS
         )
+
+    def pictures(self, placed: Sequence[PlacedPicture]) -> None:
+        """Observe the pictures of a step."""
+        for picture in placed:
+            self.picture_s.labels(picture.source).observe(picture.ns / 1e9)
 
     def step(self, seconds: float, sequences: int, tokens: int) -> None:
         """Observe a step."""

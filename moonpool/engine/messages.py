@@ -19,7 +19,7 @@ from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.base.scheduling.steps import STEP_TOKENS, LayerDone, SampledCandidates
+from moonpool.base.scheduling.steps import STEP_TOKENS, LayerDone, PlacedPicture, SampledCandidates
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.engine.platforms.registry import MEMORY_SHARE
 
@@ -123,6 +123,7 @@ class StageDone:
     """No further step of the run follows."""
     share: float = 1.0
     waited_ns: int = 0
+    pictures: tuple[PlacedPicture, ...] = ()
     earlier: "tuple[StageDone, ...]" = ()
     """Earlier steps of the run that were not reported yet, oldest first; they have none themselves."""
 

@@ -503,7 +503,10 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
     share = sum(done.share for done in stages) / len(stages)
     earlier = tuple(_step_result([done]) for done in last.earlier)
     waited_ns = max(done.waited_ns for done in stages)
-    return StepResult(sampled, aborted, start_ns, end_ns, *rest, share, waited_ns, earlier, late=last.late)
+    pictures = min(stages, key=lambda done: done.stage).pictures
+    return StepResult(
+        sampled, aborted, start_ns, end_ns, *rest, share, waited_ns, earlier, late=last.late, pictures=pictures
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -119,6 +119,7 @@ class IncomingRequest:
         if bad_tokens and params.response_format:
             raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
         thinking = _thinking(spec, vocab_size)
+        places = tuple((item.begin, item.end) for item in media)
         sampling = SequenceSampling.of(
             params,
             spec.prompt_tokens,
@@ -126,7 +127,7 @@ class IncomingRequest:
             bad_tokens,
             thinking,
             suppressed,
-            tuple((item.begin, item.end) for item in media),
+            places,
         )
         seen = EngineRequest(
             tuple(keys),
@@ -140,6 +141,7 @@ class IncomingRequest:
             transient=spec.transient,
             expected_tokens=spec.expected_output_tokens,
             token_cost=1 if params.prompt_logprobs is None else SCORED_TOKEN_COST,
+            pictures=places,
         )
         return cls(spec.request_id, tokens, BlockKey(root), sampling, seen, lora, media)
 

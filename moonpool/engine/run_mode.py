@@ -176,4 +176,5 @@ class RunMode(ABC):
             over=over,
             share=share,
             waited_ns=times.began_ns - times.start_ns,
+            pictures=run.pictures,
         )

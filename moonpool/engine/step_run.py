@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moonpool.base.scheduling.steps import MAX_RESULTS_TOGETHER, REPORT_WITHIN_S, Step
+from moonpool.base.scheduling.steps import MAX_RESULTS_TOGETHER, REPORT_WITHIN_S, PlacedPicture, Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.messages import StageDone
 from moonpool.engine.models.batch import PackedBatch
@@ -49,6 +49,8 @@ class StepRun:
     native: NativeLoop | None = None
     """Native loop for the run's steps from now on; None: Python runs them."""
     output: StepOutput = field(default_factory=StepOutput)
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Of the step under way."""
     reported: DeviceEvent | None = None
     """Event behind the layers' callbacks, if the callback thread makes them."""
     _unreported: list[StageDone] = field(default_factory=list)
@@ -73,7 +75,7 @@ class StepRun:
 
     def advance(self, layer: int) -> None:
         """Go to the run's next step, which starts at `layer`; `pending_masks` are set already."""
-        self.last_rows, self.layer, self.left = None, layer, self.left - 1
+        self.last_rows, self.layer, self.left, self.pictures = None, layer, self.left - 1, ()
 
     def batch_limits(self, now_ns: int) -> tuple[int, int]:
         """Return how many steps may run before a report, and the latest time of that report, time.monotonic_ns."""

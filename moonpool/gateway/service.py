@@ -45,7 +45,7 @@ from moonpool.gateway.serving.label_scores import pooling_of
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.next_turn import NextTurns
 from moonpool.gateway.serving.picture_fetch import PictureFetcher
-from moonpool.gateway.serving.pictures import PictureReader, takes_pictures
+from moonpool.gateway.serving.pictures import PictureReader, picture_rule
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
 from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -96,7 +96,9 @@ async def application(
             )
         )
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
-        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers, architecture)
+        rule = picture_rule(config.model, checkpoint_tokenizer)
+        name = model_name(config.model)
+        tokenizer = GatewayTokenizer(name, checkpoint_tokenizer, threads, parsers, architecture, rule)
         tell_formats(tokenizer)
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
@@ -271,7 +273,6 @@ def gateway_context(
         served_names=config.served_model_name,
         embedding_sizes=EmbeddingSizes.of(config.model, config.embedding_dimensions),
         pooling=pooling_of(config.model),
-        takes_pictures=takes_pictures(config.model),
     )
     metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
     return context

@@ -24,7 +24,7 @@ from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.kv.pool import PoolPart
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.base.scheduling.steps import LayerDone, Step, stage_ranges
+from moonpool.base.scheduling.steps import ENCODER, LayerDone, Step, stage_ranges
 from moonpool.engine.channel import AsyncChannel, encode
 from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.kv_gate import KVGates
@@ -236,11 +236,14 @@ class Stage:
                 await self._pass(half_s)
             assert isinstance(done, StageDone)
             self._links.deliver()
+            pictures = tuple(replace(each, ns=1000 if each.source == ENCODER else 0) for each in done.pictures)
+            done = replace(done, share=1.0, waited_ns=0, pictures=pictures)
             for sampled in tokens:
                 end_ns = world.monotonic_ns()
-                self._tell(StageTokens(replace(sampled, start_ns=start_ns, end_ns=end_ns, share=1.0, waited_ns=0)))
+                sampled = replace(sampled, share=1.0, waited_ns=0, pictures=pictures)
+                self._tell(StageTokens(replace(sampled, start_ns=start_ns, end_ns=end_ns)))
                 await self._pass(half_s / 2)  # for which the KV's hashes take
-            self._tell(replace(done, start_ns=start_ns, end_ns=world.monotonic_ns(), share=1.0, waited_ns=0))
+            self._tell(replace(done, start_ns=start_ns, end_ns=world.monotonic_ns()))
         self._opened = {step_id: layer for step_id, layer in self._opened.items() if step_id > step.step_id}
         self._aborted = {step_id for step_id in self._aborted if step_id > step.step_id}
 

@@ -71,6 +71,8 @@ async def check_answers(simulation: Simulation, folder: Path, chunk: int = 64) -
         assert other.usage.cached_tokens == BLOCK, "what stands before the picture"
         assert again.usage.cached_tokens > again.usage.prompt_tokens - 2 * BLOCK
         assert first.token_ids == again.token_ids != other.token_ids
+        encode_s = [(await client.explain(seen.request_id)).attempts[0].encode_s for seen in (other, again)]
+        assert encode_s[0] > encode_s[1] == 0.0, "what is found needs no encoder"
 
         messages = [turn(picture(64, 64, 11), "Describe it.")]
         before = await ask(messages)

@@ -16,6 +16,8 @@ FALLBACK = "transformers' own modelling code"
 """Why torch computes the layers of an architecture that no family describes."""
 NATIVE_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
+GPU_HEAD_DIM = 256
+"""`MAX_HEAD_DIM` of `moonpool.engine.kernels.triton`."""
 NATIVE_CHOSEN = 64
 """`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
@@ -419,6 +421,23 @@ class DecoderSpec:
             ("too many experts for a row", experts is not None and experts.chosen > NATIVE_CHOSEN),
         )
         return self._not_plain_layer(spec) or next((word for word, found in reasons if found), "")
+
+    @property
+    def not_captured(self) -> str:
+        """Why a decode step cannot be a graph of a device, in a few words; "" if it can.
+
+        These layers look at a device's tensors between launches.
+        """
+        reasons = (
+            (FALLBACK, bool(self.other)),
+            ("a recurrent state", self.recurrent),
+            ("latent attention", any(layer.attention.latent is not None for layer in self.every)),
+            (
+                f"heads of more than {GPU_HEAD_DIM} elements",
+                any(layer.attention.head_dim > GPU_HEAD_DIM for layer in self.every),
+            ),
+        )
+        return next((word for word, found in reasons if found), "")
 
     @property
     def not_plain(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Speeds:
     means
     "not measured"; then `DEFAULT_BYTES_PER_S` is assumed, and for `peer_bytes_per_s` the rate for loading from stores.
     `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per
-    prompt and cached prefix token.
+    prompt and cached prefix token, `encode_per_token_s` per token of a picture that is encoded.
     """
 
     prefill_base_s: float = 0.0
@@ -37,6 +38,7 @@ class Speeds:
     prefill_per_prompt_s: float = 0.0
     prefill_per_cached_token_s: float = 0.0
     peer_bytes_per_s: float = 0.0
+    encode_per_token_s: float = 0.0
 
     def loading_from_peers(self) -> Speeds:
         """Return these speeds with the peers' read rate as the rate for loading, if that rate is known."""
@@ -59,6 +61,7 @@ class Speeds:
             self.prefill_per_prompt_s * factor,
             self.prefill_per_cached_token_s * factor,
             self.peer_bytes_per_s,
+            self.encode_per_token_s * factor,
         )
 
     def slowed_decode(self, factor: float) -> Speeds:
@@ -69,6 +72,16 @@ class Speeds:
             decode_per_sequence_s=self.decode_per_sequence_s * factor,
             decode_per_context_token_s=self.decode_per_context_token_s * factor,
         )
+
+
+def encoded_tokens(pictures: Sequence[tuple[int, int]], prefix_tokens: int) -> int:
+    """Tokens of the pictures that are encoded for computing what is behind a prefix; encoders take whole pictures.
+
+    Args:
+        pictures: where pictures stand in the prompt, [begin, end).
+        prefix_tokens: leading tokens that are not computed.
+    """
+    return sum(end - begin for begin, end in pictures if end > prefix_tokens)
 
 
 class PrefillWork(NamedTuple):

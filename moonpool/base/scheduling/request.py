@@ -19,6 +19,7 @@ class EngineRequest:
         weight: the tenant's share, relative to others'.
         transient: no block may be kept: the KV was deleted while the request was on the way.
         expected_tokens: length that the client expects of each answer; 0 = not told.
+        pictures: where pictures stand in the prompt, [begin, end).
         token_cost: a prompt token's cost relative to a usual token: more if log probabilities are wanted.
     """
 
@@ -33,3 +34,4 @@ class EngineRequest:
     transient: bool = False
     token_cost: int = 1
     expected_tokens: int = 0
+    pictures: tuple[tuple[int, int], ...] = ()

@@ -45,6 +45,7 @@ class SpeedTracker:
         self._base = base
         self._load_rate, self._transfer_rate = base.load_bytes_per_s, base.transfer_bytes_per_s
         self._peer_rate = base.peer_bytes_per_s
+        self._encode_s = base.encode_per_token_s
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
@@ -79,6 +80,7 @@ class SpeedTracker:
                 self._base.prefill_per_prompt_s * once,
                 self._base.prefill_per_cached_token_s * once,
                 self._peer_rate,
+                self._encode_s,
             )
         return self._speeds
 
@@ -104,6 +106,12 @@ class SpeedTracker:
     def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:
         """Learn that one decode step took `seconds`."""
         self._decode.observe((1.0, sequences, context_tokens), seconds)
+        self._speeds = None
+
+    def observe_encode(self, tokens: int, seconds: float) -> None:
+        """Learn that encoding pictures of so many tokens took `seconds`."""
+        measured = seconds / tokens
+        self._encode_s += (self._weight if self._encode_s else 1.0) * (measured - self._encode_s)
         self._speeds = None
 
     def observe_load(self, nbytes: int, seconds: float, *, peer: bool = False) -> None:

@@ -170,6 +170,24 @@ class LayerDone:
     end_ns: int
 
 
+ENCODER, MEMORY = "encoder", "memory"
+"""Kinds of sources of a picture's rows."""
+
+
+@frozen
+class PlacedPicture:
+    """A picture whose first rows a step put into a prompt."""
+
+    index: int
+    """The sequence's index in the step."""
+    tokens: int
+    """Tokens of the picture."""
+    source: str
+    """Where its rows came from: `ENCODER`, or `MEMORY`, which keeps rows."""
+    ns: int
+    """Nanoseconds until they were there."""
+
+
 @frozen
 class StepResult:
     """A step's result. All stages have ended the step, and no stage writes to the step's blocks any more."""
@@ -200,6 +218,13 @@ class StepResult:
     """Results from the run's earlier steps that come with this result, oldest first."""
     late: frozenset[int] = frozenset()
     """Sequences that got no token because their mask takes long. They may ask again for the same token."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures that the step put into prompts."""
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds of the step that went into pictures."""
+        return sum(picture.ns for picture in self.pictures) / 1e9
 
 
 @frozen

@@ -18,6 +18,7 @@ class Demand:
         choices: answers that run together.
         needs: sampling options that the instances must have.
         expected_tokens: that the client expects of each answer; 0 = not told.
+        pictures: where pictures stand in the prompt, [begin, end).
     """
 
     prompt_tokens: int
@@ -27,6 +28,7 @@ class Demand:
     choices: int = 1
     needs: tuple[str, ...] = ()
     expected_tokens: int = 0
+    pictures: tuple[tuple[int, int], ...] = ()
 
 
 class MemoryNeed(NamedTuple):

@@ -10,6 +10,7 @@ from moonpool.base.scheduling.latency import (
     PrefillWork,
     Speeds,
     decode_step_seconds,
+    encoded_tokens,
     overlapped_seconds,
     pipelined_seconds,
     pipelined_step_tokens,
@@ -34,7 +35,7 @@ class PrefillLatencyModel:
     """
 
     def __init__(self, demand: Demand, shape: KVShape, sources: Sequence[PrefixHolder], threshold: float) -> None:
-        self._tokens = demand.prompt_tokens
+        self._tokens, self._pictures = demand.prompt_tokens, demand.pictures
         self._shape = shape
         self.sources = sources
         self._block_bytes = shape.block_size * shape.token_bytes
@@ -69,7 +70,8 @@ class PrefillLatencyModel:
         base_s, token_s, pair_s = speeds.prefill_base_s, speeds.prefill_per_token_s, speeds.prefill_per_pair_s
         prompt_s, cached_s = speeds.prefill_per_prompt_s, speeds.prefill_per_cached_token_s
         steps, new, pairs, prefix = local
-        compute_s = least_s = (prompt_s + cached_s * prefix) + (steps * base_s + token_s * new + pair_s * pairs)
+        compute_s = (prompt_s + cached_s * prefix) + (steps * base_s + token_s * new + pair_s * pairs)
+        least_s = compute_s = compute_s + self._encode_s(speeds, prefix)
         best, shape, threshold = None, self._shape, self._threshold
         least_blocks = threshold * local_blocks if threshold > 1.0 else local_blocks
         rate_here = speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
@@ -79,6 +81,7 @@ class PrefillLatencyModel:
             if blocks <= least_blocks:
                 continue
             rest_s = (prompt_s + cached_s * longer) + (steps * base_s + token_s * new + pair_s * pairs)
+            rest_s += self._encode_s(speeds, longer)
             if rest_s >= least_s:
                 continue  # a load takes at least the work after its prefix
             nbytes = shape.moved_bytes(longer, prefix) if shape.window_bytes else (longer - prefix) * shape.token_bytes
@@ -116,8 +119,12 @@ class PrefillLatencyModel:
         if stages > 1:
             max_num_batched_tokens = self._step_tokens(speeds, stages, max_num_batched_tokens, blocks)
         work = self._works.get((blocks, max_num_batched_tokens)) or self._work(blocks, max_num_batched_tokens)
-        compute_s = work_seconds(speeds, *work)
+        compute_s = work_seconds(speeds, *work) + self._encode_s(speeds, work.prefix_tokens)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
+
+    def _encode_s(self, speeds: Speeds, prefix: int) -> float:
+        """Return the seconds for the pictures that are encoded behind `prefix` tokens."""
+        return speeds.encode_per_token_s * encoded_tokens(self._pictures, prefix) if self._pictures else 0.0
 
     def tokens_behind(self, blocks: int) -> int:
         """Return the number of prompt tokens to compute behind `blocks` leading blocks."""

@@ -35,6 +35,7 @@ class RequestSpec:
         needs: sampling options that not every engine has, as far as the request sets them.
         expected_tokens: tokens that the client expects of the answer; 0 = the client says nothing.
         session: what the client says of the session that the request is a turn of; None = nothing.
+        pictures: where pictures stand in the prompt, [begin, end).
     """
 
     number: int
@@ -55,6 +56,7 @@ class RequestSpec:
     needs: tuple[str, ...] = ()
     session: SessionTurn | None = None
     expected_tokens: int = 0
+    pictures: tuple[tuple[int, int], ...] = ()
 
     @property
     def queue_key(self) -> QueueKey:

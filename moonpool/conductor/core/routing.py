@@ -129,6 +129,7 @@ class RoutingRequest:
     needs: tuple[str, ...] = ()
     session: SessionFacts | None = None
     expected_tokens: int = 0
+    pictures: tuple[tuple[int, int], ...] = ()
 
     def to_place(self, demand: Demand) -> PromptToPlace:
         """Return the prompt on arrival at an instance now."""
@@ -152,6 +153,7 @@ class RoutingRequest:
             choices=self.choices,
             needs=self.needs,
             expected_tokens=min(self.answer_tokens, self.expected_tokens),
+            pictures=self.pictures,
         )
 
 

@@ -434,6 +434,7 @@ class RequestScheduler:
             full=request.full,
             at_decode=at_decode,
             ttft_limit=limit,
+            pictures=spec.pictures,
             limit_s=None if spec.slo.ttft_s is None else spec.slo.ttft_s - request.elapsed_s(now),
             priority=spec.priority,
             queue_key=spec.queue_key,

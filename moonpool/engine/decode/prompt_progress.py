@@ -33,6 +33,7 @@ class PromptProgress:
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
         scores: log probabilities of the prompt's tokens except the first, if wanted.
         embedding: the prompt's embedding, if wanted.
+        encode_s: seconds that went into pictures.
         began, ended: begin of the first step and end of the last one, seconds.
         over: the first tokens are known.
     """
@@ -45,6 +46,7 @@ class PromptProgress:
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)
     scores: Logprobs = field(default_factory=Logprobs)
     embedding: bytes = b""
+    encode_s: float = 0.0
     began: float | None = None
     ended: float = 0.0
     over: bool = False
@@ -73,6 +75,7 @@ class PromptProgress:
         """Take a step's results, the chunk's at `index`. After a preemption chunks are computed again."""
         begin_s, self.ended = result.start_ns / 1e9, result.end_ns / 1e9
         self.began = begin_s if self.began is None else self.began
+        self.encode_s += sum(picture.ns for picture in result.pictures if picture.index == index) / 1e9
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.count, begin_s, self.ended))
         if index in result.scores:
@@ -95,6 +98,7 @@ class PromptProgress:
             local_tokens=told.cached_tokens,
             loaded_tokens=told.loaded_tokens,
             computed_tokens=self.tokens - told.cached_tokens - told.loaded_tokens,
+            encode_s=self.encode_s,
             queue_s=max(0.0, began - self.came),
             prefill_s=self.ended - began,
             loads=self.loads,

@@ -336,13 +336,14 @@ class RunLoop:
         request.ending = True  # at once: later tokens would follow a gap
 
     def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
-        """Count a step; return the step's seconds, since the step before in the run, and the waited seconds."""
+        """Count a step; return its seconds since the run's step before, without pictures, and those waited."""
         self.steps += 1
         record_step_span(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
         seconds = (result.end_ns - begin_ns - result.waited_ns) / 1e9
+        self._histograms.pictures(result.pictures)
         self._histograms.step(seconds, len(sequences), len(sequences) + sum(chunk.count for chunk in run.chunks))
-        return seconds, result.waited_ns / 1e9
+        return seconds - result.encode_s, result.waited_ns / 1e9
 
 
 @frozen

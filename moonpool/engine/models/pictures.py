@@ -6,6 +6,7 @@ encoded once.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from moonpool.base.pictures.file_process import decode
 from moonpool.base.pictures.pixtral import PixtralRule
 from moonpool.base.pictures.qwen2_vl import Qwen2VLRule
 from moonpool.base.pictures.rule import processor_settings
-from moonpool.base.scheduling.steps import SequenceStep
+from moonpool.base.scheduling.steps import ENCODER, MEMORY, PlacedPicture, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 
@@ -121,6 +122,7 @@ class PictureEncoder:
         """By which of a token's positions each pair of elements turns, [head_dim / 2] int64; empty without M-RoPE."""
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._rows_bytes = 0
+        self._placed: list[PlacedPicture] = []
         self.encoded = 0
         """Pictures encoded so far."""
 
@@ -142,12 +144,16 @@ class PictureEncoder:
             CheckpointError: a picture cannot be encoded. Requests with such pictures are refused before.
         """
         first, placed = 0, list[tuple[Tensor, Tensor]]()
-        for sequence in sequences:
+        for index, sequence in enumerate(sequences):
             count = len(sequence.token_ids) // 4
             end = sequence.start + count
             for item in overlapping(sequence.media, sequence.start, end):
                 begin = max(item.begin, sequence.start)
+                began_ns, encoded = time.monotonic_ns(), self.encoded
                 marks, rows = self._marks(item), self.rows(item)
+                if self.encoded > encoded or item.begin >= sequence.start:
+                    source, ns = ENCODER if self.encoded > encoded else MEMORY, time.monotonic_ns() - began_ns
+                    self._placed.append(PlacedPicture(index, item.end - item.begin, source, ns))
                 seen = marks[: begin - item.begin].sum()
                 here = marks[begin - item.begin : min(item.end, end) - item.begin]
                 at = first + begin - sequence.start + here.nonzero().flatten()
@@ -157,6 +163,11 @@ class PictureEncoder:
         own, *further = torch.split(rows, hidden.shape[1], 1)
         hidden[at] = own
         batch.added = [(at, values) for values in further]
+
+    def take_placed(self) -> tuple[PlacedPicture, ...]:
+        """Return the pictures of which rows were placed since the last call: encoded, or begun from known rows."""
+        placed, self._placed = tuple(self._placed), []
+        return placed
 
     def set_positions(self, batch: PackedBatch, sequences: Sequence[SequenceStep]) -> None:
         """Give a batch on the host the positions by which RoPE turns, if the model has M-RoPE.

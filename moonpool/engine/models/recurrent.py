@@ -44,8 +44,9 @@ class StateSpan:
 def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
     """Return each sequence's spans in a batch."""
     size, found = batch.block_size, list[list[StateSpan]]()
-    starts, tables = batch.query_start.tolist(), batch.slot_tables.tolist()
-    positions, written = batch.positions.tolist(), batch.slot_ids.tolist()
+    host = batch.host
+    starts, tables = host.query_start.tolist(), host.slot_tables.tolist()
+    positions, written = host.positions.tolist(), host.slot_ids.tolist()
     for sequence, (first, last) in enumerate(pairwise(starts)):
         spans, begin = list[StateSpan](), first
         while begin < last:

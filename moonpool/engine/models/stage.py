@@ -319,7 +319,7 @@ class StageModel:
             batch: the step.
             indices: sequences whose last prompt token is in the step.
         """
-        return self.pooling_head(self.normed(hidden[batch.last_rows[list(indices)]]))
+        return self.pooling_head(self.normed(batch.last_of(hidden, indices)))
 
     @in_inference_mode
     def native_run(
@@ -571,9 +571,10 @@ class StageModel:
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
             shapes = kv, batch.num_tokens, batch.most_context
             return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
-        tables = batch.block_tables if spec.window is None else batch.slot_tables
+        host = batch.host
+        tables = host.block_tables if spec.window is None else host.slot_tables
         return make_plan(
-            kv, tables, batch.query_start, batch.context_lens,
+            kv, tables, host.query_start, host.context_lens,
             deterministic=self.deterministic, window=spec.window, chunked=spec.chunked,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks
 from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
-from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.base.scheduling.steps import ENCODER, LayerDone, SequenceStep, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.block_loader import BlockLoader, BlockRead
 from moonpool.engine.instance import ExecutorParts
@@ -336,11 +336,13 @@ class PrefillExecutor:
             return _ABORTED_STEP
         self._record(order, result)
         seconds = (result.end_ns - result.start_ns) / 1e9
+        self._note_pictures(order, result)
         if not result.aborted:
             if not told:
                 self._take(order, result)
             self._histograms.step(seconds, len(order.chunks), sum(chunk.end - chunk.start for chunk in order.chunks))
-        return events.StepEnded(result.aborted, seconds, result.share)
+        encoded = sum(picture.tokens for picture in result.pictures if picture.source == ENCODER)
+        return events.StepEnded(result.aborted, seconds - result.encode_s, result.share, encoded, result.encode_s)
 
     def _tokens_sampled(self, order: actions.RunStep, told: list[StepResult], result: StepResult) -> None:
         """Take a step's results before the step is over; `told` has them then."""
@@ -386,7 +388,18 @@ class PrefillExecutor:
                 tokens=sum(chunk.end - chunk.start for chunk in order.chunks),
                 gated=order.gated,
                 aborted=result.aborted,
+                encode_s=result.encode_s,
             )
+
+    def _note_pictures(self, order: actions.RunStep, result: StepResult) -> None:
+        self._histograms.pictures(result.pictures)
+        start_ns = result.start_ns
+        for picture in result.pictures:
+            request = self._requests.get(order.chunks[picture.index].id) if picture.index < len(order.chunks) else None
+            name = "" if request is None else request.request_id
+            told = {"request": name, "tokens": picture.tokens, "source": picture.source}
+            self._spans.add("encode", start_ns, start_ns + picture.ns, step=order.io, **told)
+            start_ns += picture.ns
 
     def _die(self, reason: str) -> None:
         if not self._dead:

@@ -62,6 +62,7 @@ class LivePrefill:
     chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     _came: float = dataclasses.field(default_factory=world.monotonic)
     transport: str = ""
+    encode_s: float = 0.0
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
     )
@@ -114,6 +115,7 @@ class LivePrefill:
         """Take a step's results for this request, the step's sequence at `index`; chunks come in order."""
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
+        self.encode_s += sum(picture.ns for picture in result.pictures if picture.index == index) / 1e9
         token = result.sampled[index]
         if index in result.scores:
             self.scores.extend(result.scores[index])
@@ -148,6 +150,7 @@ class LivePrefill:
             loaded_tokens=told.loaded_tokens,
             computed_tokens=told.computed_tokens,
             overtaken_tokens=told.overtaken_tokens,
+            encode_s=self.encode_s,
             queue_s=told.queue_s,
             prefill_s=told.prefill_s,
             loads=self.loads,

@@ -431,14 +431,14 @@ async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
     """Number of tokens in a conversation."""
     checked = await gateway.auth.read_body(request, CountTokensBody)
     max_tokens, tools = await gateway.max_model_len(), checked.body.tool_set()
-    encoded = gateway.tokenizer.encode_chat(
-        checked.caller.tenant,
-        checked.body.to_messages(),
-        tools.definitions if tools else (),
-        max_tokens,
-        checked.body.chat_options(),
-    )
-    tokens = await while_connected(request.receive, encoded)
+
+    async def encoded() -> list[int]:
+        tenant = checked.caller.tenant
+        messages = await gateway.pictures.read(tenant, checked.body.to_messages())
+        definitions, options = tools.definitions if tools else (), checked.body.chat_options()
+        return await gateway.tokenizer.encode_chat(tenant, messages, definitions, max_tokens, options)
+
+    tokens = await while_connected(request.receive, encoded())
     checked.caller.budget.charge_work(len(tokens))
     return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
 

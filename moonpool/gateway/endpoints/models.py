@@ -56,7 +56,7 @@ def _model_card(gateway: GatewayContext, state: ClusterState, name: str) -> dict
         "created": gateway.started_at,
         "owned_by": "moonpool",
         "max_model_len": state.max_tokens,
-        "architecture": {"input_modalities": ["text", *(["image"] if gateway.takes_pictures else [])]},
+        "architecture": {"input_modalities": ["text", *(["image"] if gateway.tokenizer.takes_pictures else [])]},
     }
     if any(name == lora.name for lora in state.loras):
         card["parent"] = gateway.shown_name(state)

@@ -397,7 +397,7 @@ async def show(gateway: GatewayContext, request: Request) -> Response:
     if checked.body.model not in names:
         raise NotFound(f"only {', '.join(map(repr, names))} is served")
     tools = ["tools"] if gateway.tokenizer.takes_tools else []
-    vision = ["vision"] if gateway.takes_pictures else []
+    vision = ["vision"] if gateway.tokenizer.takes_pictures else []
     shown: dict[str, object] = {
         "details": _details(),
         "model_info": {"general.architecture": "", "context_length": state.max_tokens},

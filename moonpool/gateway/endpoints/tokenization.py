@@ -57,10 +57,10 @@ async def _tokenized(gateway: GatewayContext, checked: CheckedRequest[TokenizeBo
         special = body.add_special_tokens is not False
         tokens = await gateway.tokenizer.encode(checked.caller.tenant, body.prompt, max_tokens, special=special)
     else:
-        tools = body.tool_set()
+        tools, tenant = body.tool_set(), checked.caller.tenant
         tokens = await gateway.tokenizer.encode_chat(
-            checked.caller.tenant,
-            body.to_messages(),
+            tenant,
+            await gateway.pictures.read(tenant, body.to_messages()),
             tools.definitions if tools else (),
             max_tokens,
             body.chat_options(),

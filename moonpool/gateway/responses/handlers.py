@@ -66,8 +66,12 @@ async def count_input_tokens(gateway: ResponsesContext, request: Request) -> Res
     definitions = tools.definitions if tools else ()
     max_tokens = await gateway.max_model_len()
     options = checked.body.chat_options()
-    encoded = gateway.tokenizer.encode_chat(turn.tenant, turn.messages(), definitions, max_tokens, options)
-    tokens = await while_connected(request.receive, encoded)
+
+    async def encoded() -> list[int]:
+        messages = await gateway.pictures.read(turn.tenant, turn.messages())
+        return await gateway.tokenizer.encode_chat(turn.tenant, messages, definitions, max_tokens, options)
+
+    tokens = await while_connected(request.receive, encoded())
     checked.caller.budget.charge_work(len(tokens))
     content = {"object": "response.input_tokens", "input_tokens": len(tokens)}
     return json_response(content, checked.warning_headers)

@@ -45,7 +45,6 @@ class GatewayContext:
         started_at: when the gateway started, in seconds since 1970.
         embedding_sizes: sizes to which embeddings may be cut.
         pooling: what the served model makes of whole prompts; None: it answers with text.
-        takes_pictures: whether the served model takes pictures.
         served_names: names under which clients know the model; none = the checkpoint's name.
     """
 
@@ -66,7 +65,6 @@ class GatewayContext:
     served_names: Sequence[str] = ()
     embedding_sizes: EmbeddingSizes = WHOLE
     pooling: Pooling | None = None
-    takes_pictures: bool = False
 
     @property
     def classifier(self) -> Pooling | None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from moonpool.base.checkpoint import Tokenizer, resolve
 from moonpool.base.errors import InvalidRequest, MoonpoolError
 from moonpool.base.frozen import frozen
+from moonpool.base.pictures.base import PictureRule
 from moonpool.base.pictures.files import PictureFiles
 from moonpool.base.pictures.limits import MAX_BYTES, MAX_PICTURES
 from moonpool.base.pictures.rule import read_rule
@@ -23,13 +24,17 @@ PICTURE_PARTS = ("image_url", "input_image", "image")
 _BASE64_CHARS = (MAX_BYTES + 2) // 3 * 4
 
 
-def takes_pictures(model: str) -> bool:
-    """Whether a checkpoint takes pictures, by the conductor's rule; a checkpoint that cannot be read takes none."""
+def picture_rule(model: str, tokenizer: Tokenizer) -> PictureRule | str:
+    """What a checkpoint makes of pictures, as the conductor reads it; a text says why it takes none."""
     try:
-        folder = resolve(model)
-        return not isinstance(read_rule(folder, lambda: Tokenizer.load(folder)), str)
-    except MoonpoolError:  # whoever reads the weights says what is wrong
-        return False
+        return read_rule(resolve(model), lambda: tokenizer)
+    except MoonpoolError as error:  # whoever reads the weights says what is wrong
+        return str(error)
+
+
+def pictures_of(messages: Sequence[Message]) -> list[Picture]:
+    """The pictures of a conversation, in their order."""
+    return [part["picture"] for message in messages for part in message.get("parts", ()) if "picture" in part]
 
 
 class ImageUrl(Body):
@@ -136,7 +141,7 @@ class PictureReader:
             InvalidRequest: a file is no picture that can be taken; names the field.
             Unavailable: pictures cannot be read here.
         """
-        sent = [part["picture"] for message in messages for part in message.get("parts", ()) if "picture" in part]
+        sent = pictures_of(messages)
         if not sent:
             return messages
         if len(sent) > MAX_PICTURES:

@@ -20,6 +20,7 @@ from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.pictures import pictures_of
 from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_grammar
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 from moonpool.gateway.serving.tool_set import ToolSet
@@ -214,6 +215,8 @@ class RequestBuilder:
         if (prompt := arguments.get("prompt")) is not None:
             return await self._tokenizer.encode(tenant, prompt, state.max_tokens, special=special)
         messages, tools = arguments.get("messages") or (), arguments.get("tools") or ()
+        if pictures_of(messages):  # tokens alone do not say what they show
+            raise InvalidRequest("messages", "prompts with pictures cannot be sent as tokens")
         options = ChatOptions(
             continue_final_message=arguments.get("continue_final_message", False),
             template_kwargs=arguments.get("chat_template_kwargs") or {},

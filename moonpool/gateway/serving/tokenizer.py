@@ -19,13 +19,17 @@ from moonpool.base.answer_formats import (
 )
 from moonpool.base.checkpoint import ChatOptions, Tokenizer
 from moonpool.base.errors import InvalidRequest, Mismatch
+from moonpool.base.pictures.base import PictureRule
+from moonpool.base.pictures.rule import with_pictures
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import Message
+from moonpool.gateway.serving.pictures import pictures_of
 
 T = TypeVar("T")
 AUTO = "auto"
 GENERIC_FORMAT = FORMATS["hermes"]
 """Format of the calls that `moonpool.base.checkpoint.generic_tools` asks for."""
+NO_PICTURES = "the gateway does not know the model"
 MAX_TEMPLATE_VARIANTS = 64
 MAX_VARIANT_BYTES = 4096
 """Of a template's variables as JSON, by which is kept whether the template begins the thinking."""
@@ -59,7 +63,13 @@ class GatewayTokenizer:
     """Tokenizer and chat template of a checkpoint. Long work runs on threads."""
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer, threads: TenantTurns, parsers: ParserNames, architecture: str = ""
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        threads: TenantTurns,
+        parsers: ParserNames,
+        architecture: str = "",
+        pictures: PictureRule | str = NO_PICTURES,
     ) -> None:
         """Wrap the tokenizer of a checkpoint.
 
@@ -69,10 +79,12 @@ class GatewayTokenizer:
             threads: threads that tokenise, by turns of tenants.
             parsers: how answers are read.
             architecture: the model's class, as a witness of the formats; "" = unknown.
+            pictures: what the model makes of pictures; a text says why it takes none.
         """
         self._name = name
         self._tokenizer = tokenizer
         self._threads = threads
+        self._pictures = pictures
         self.found = chosen_format(tokenizer, parsers, architecture)
         """How the model writes answers, and what a person should know of that."""
         self._thinks_at_once: dict[bytes, bool] = {}  # by the template's variables
@@ -114,19 +126,36 @@ class GatewayTokenizer:
         *,
         special: bool = False,
     ) -> list[int]:
-        """Tokens of messages after the chat template; `special`: with the special tokens that begin a text.
+        """Tokens of messages after the chat template, as the conductor makes them.
+
+        Args:
+            tenant: whose conversation it is.
+            messages: the conversation; sizes of its pictures are known.
+            tools: functions that the template shows.
+            max_tokens: most tokens.
+            options: options of the template.
+            special: with the special tokens that begin a text.
 
         Raises:
-            InvalidRequest: the chat template refuses the messages, or there are more than `max_tokens` tokens.
+            InvalidRequest: the chat template refuses the messages, there are more than `max_tokens` tokens, or the
+                model takes no pictures.
         """
-        _check_text_only(messages)
+        sent, rule = pictures_of(messages), self._pictures
+        if sent and isinstance(rule, str):
+            raise InvalidRequest("messages", f"{self._name} takes no pictures: {rule}")
 
         def run() -> list[int]:
-            num_chars = sum(len(message["content"]) for message in messages)
+            num_chars = sum(len(text) for message in messages for text in _texts(message))
             _check("messages", self._tokenizer.is_too_large(num_chars, max_tokens), max_tokens)
-            chat = self._tokenizer.render_chat(messages, tools, options)
+            chat = self._tokenizer.render_chat([*map(_shown, messages)], tools, options)
+            if not isinstance(rule, str) and rule.written is not None:
+                chat = chat.with_text(*rule.written)
             self._check_longer("messages", chat.text, max_tokens)
-            return self._tokenizer.encode_chat(chat, special)
+            tokens = self._tokenizer.encode_chat(chat, special)
+            if sent and not isinstance(rule, str):
+                tokens = with_pictures("messages", rule, tokens, sent)[0].tolist()
+                _check("messages", len(tokens) > max_tokens, max_tokens)
+            return tokens
 
         return await self._threads.run(tenant, run)
 
@@ -235,6 +264,11 @@ class GatewayTokenizer:
         return is_open
 
     @property
+    def takes_pictures(self) -> bool:
+        """Whether the model takes pictures."""
+        return not isinstance(self._pictures, str)
+
+    @property
     def chats(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
@@ -274,7 +308,16 @@ def _check(field: str, is_longer: bool, max_tokens: int) -> None:
         raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
 
 
-def _check_text_only(messages: Sequence[Message]) -> None:
-    """Refuse pictures: the conductor alone knows their tokens."""
-    if any("picture" in part for message in messages for part in message.get("parts", ())):
-        raise InvalidRequest("messages", "tokens of prompts with pictures are not told before the answer")
+def _texts(message: Message) -> list[str]:
+    """The texts of a message."""
+    return [message["content"], *(part["text"] for part in message.get("parts", ()) if "text" in part)]
+
+
+def _shown(message: Message) -> Mapping[str, Any]:
+    """The message as chat templates take one with pictures."""
+    if "parts" not in message:
+        return message
+    parts = [
+        {"type": "text", "text": part["text"]} if "text" in part else {"type": "image"} for part in message["parts"]
+    ]
+    return {**{name: value for name, value in message.items() if name != "parts"}, "content": parts}

@@ -25,6 +25,7 @@ from moonpool.gateway.responses.store import ResponseStore, StoreLimits
 from moonpool.gateway.routes import make_app
 from moonpool.gateway.service import allowed_hosts, body_reader, gateway_context
 from moonpool.gateway.serving.next_turn import NextTurns
+from moonpool.gateway.serving.pictures import picture_rule
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.clocks import hurried
@@ -54,7 +55,8 @@ def make_gateway(client: AsyncClient, config: GatewayConfig, threads: Executor, 
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
     turns = TenantTurns(threads)
-    texts = GatewayTokenizer(MODEL, tokenizer, turns, ParserNames(config.tool_call_parser, config.reasoning_parser))
+    parsers, rule = ParserNames(config.tool_call_parser, config.reasoning_parser), picture_rule(config.model, tokenizer)
+    texts = GatewayTokenizer(MODEL, tokenizer, turns, parsers, pictures=rule)
     limits = StoreLimits(config.response_store_bytes, config.response_ttl_s, config.max_body_bytes)
     responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
     bodies = body_reader(config, turns)

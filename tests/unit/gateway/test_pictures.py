@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.checkpoint import ChatOptions, Tokenizer
 from moonpool.base.pictures.limits import MAX_BYTES, MAX_PICTURES
+from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.client import Picture
 from moonpool.client.testing import FakeConductor
-from tests.pictures import picture_file, picture_model
+from tests.pictures import picture_file, picture_model, square_model
 from tests.unit.gateway.fakes import CHAT, Answers, answering
 
 ASK = {"type": "text", "text": "What is it?"}
@@ -22,6 +25,10 @@ def chat(*parts: dict[str, Any], role: str = "user", **fields: Any) -> dict[str,
     return {"messages": [{"role": role, "content": list(parts), **fields}], "max_tokens": 4}
 
 
+def chat_of(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
 def image(url: str, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, **fields}}
 
@@ -31,8 +38,9 @@ def block(data: str) -> dict[str, Any]:
 
 
 async def test_whether_the_model_takes_pictures_is_told(tmp_path: Path) -> None:
-    for model, kinds in (("tiny", ["text"]), (str(picture_model(tmp_path / "tiny-smolvlm")), ["text", "image"])):
-        async with answering(FakeConductor(), model=model) as gateway:
+    folder = picture_model(tmp_path / "tiny-smolvlm")
+    for model, texts, kinds in (("tiny", None, ["text"]), (str(folder), Tokenizer.load(folder), ["text", "image"])):
+        async with answering(FakeConductor(), texts, model=model) as gateway:
             (card,) = (await gateway.http.get("/v1/models")).json()["data"]
             assert card["architecture"] == {"input_modalities": kinds}
             shown = (await gateway.http.post("/api/show", json={"model": "tiny"})).json()
@@ -124,8 +132,46 @@ async def test_too_many_pictures(gateway: Answers) -> None:
     assert f"at most {MAX_PICTURES}" in refused.json()["error"]["message"]
 
 
-async def test_tokens_of_pictures_are_not_counted_without_an_answer(gateway: Answers) -> None:
-    body = {"messages": [{"role": "user", "content": [ASK, block("QQ==")]}]}
-    refused = await gateway.http.post("/v1/messages/count_tokens", json=body)
-    assert refused.status_code == 400
-    assert "tokens of prompts with pictures" in refused.json()["error"]["message"]
+@pytest.fixture(params=["squares", "text around"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return {"squares": picture_model, "text around": square_model}[request.param](tmp_path / "tiny")
+
+
+async def test_tokens_of_pictures_are_counted_as_the_conductor_makes_them(folder: Path) -> None:
+    pytest.importorskip("PIL")
+    texts, content = Tokenizer.load(folder), picture_file(70, 40)
+    rule = read_rule(folder, lambda: texts)
+    assert not isinstance(rule, str)
+    shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Is it <image>?"}]}]
+    chat = texts.render_chat(shown, (), ChatOptions())
+    chat = chat if rule.written is None else chat.with_text(*rule.written)
+    right, _ = with_pictures("messages", rule, texts.encode_chat(chat), [Picture(content, 70, 40)])
+    data, text = base64.b64encode(content).decode(), {"type": "text", "text": "Is it <image>?"}
+    fake = FakeConductor()
+    async with answering(fake, texts, model=str(folder)) as gateway:
+        fake.state.model.max_tokens = 500
+        counted = await gateway.http.post("/v1/messages/count_tokens", json=chat_of(block(data), text))
+        assert counted.json() == {"input_tokens": len(right)}
+        told = [{"type": "input_image", "image_url": data_url(content)}, {**text, "type": "input_text"}]
+        asked = {"input": [{"role": "user", "content": told}]}
+        counted = await gateway.http.post("/v1/responses/input_tokens", json=asked)
+        assert counted.json()["input_tokens"] == len(right)
+        body = chat_of(image(data_url(content)), text)
+        assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == right.tolist()
+
+
+async def test_tokens_of_pictures_are_refused_where_there_are_none(gateway: Answers) -> None:
+    pytest.importorskip("PIL")
+    blind = await gateway.http.post("/tokenize", json=chat_of(image(data_url(picture_file(9, 9)))))
+    assert (blind.status_code, blind.json()["error"]["param"]) == (400, "messages")
+    assert "tiny takes no pictures" in blind.json()["error"]["message"]
+    damaged = await gateway.http.post("/v1/messages/count_tokens", json=chat_of(block("QQ==")))
+    assert "is none of PNG" in damaged.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["return_token_ids", "add_special_tokens"])
+async def test_prompts_with_pictures_are_not_sent_as_tokens(gateway: Answers, field: str) -> None:
+    refused = await gateway.http.post(CHAT, json=chat(image(data_url(b"x"))) | {field: True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert "cannot be sent as tokens" in refused.json()["error"]["message"]
+    assert gateway.fake.requests == []

@@ -130,12 +130,17 @@ class StepEnded:
 
     Attributes:
         aborted: some layer was not computed, and no token was sampled.
+        seconds: of the step, without those for pictures.
         share: part of the engine's cores that the step had; other processes on the host had the rest.
+        encoded_tokens: tokens of pictures that were encoded.
+        encode_s: seconds that encoding took.
     """
 
     aborted: bool
     seconds: float
     share: float = 1.0
+    encoded_tokens: int = 0
+    encode_s: float = 0.0
 
 
 @frozen

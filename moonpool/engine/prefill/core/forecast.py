@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.latency import Speeds, load_seconds, prefill_seconds, steps_of
+from moonpool.base.scheduling.latency import Speeds, encoded_tokens, load_seconds, prefill_seconds, steps_of
 from moonpool.engine.prefill.core.in_flight import SendFlight, StepFlight
 from moonpool.engine.prefill.core.request import PrefillRequest, PrefixLoad
 from moonpool.engine.prefill.core.state import PrefillState
@@ -101,6 +101,8 @@ def queue_seconds(state: PrefillState, now: float) -> float:
         if left > 0:
             begins, cost = request.first_step_at is None, request.spec.token_cost
             work += cost * prefill_seconds(speeds, left, done, steps=0, begins=begins)
+            if request.spec.pictures:
+                work += speeds.encode_per_token_s * encoded_tokens(request.spec.pictures, done)
             tokens += cost * left
     work += speeds.prefill_base_s * -(-tokens // settings.max_num_batched_tokens)
     return max(0.0, work - _done_seconds(state, now)) / settings.stages

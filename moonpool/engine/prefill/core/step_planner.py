@@ -423,11 +423,14 @@ class StepPlanner:
         requests = [
             request for part in flight.slices if (request := self._state.requests.get(part.request)) is not None
         ]
+        if result.encoded_tokens and not result.aborted:
+            self._state.tracker.observe_encode(result.encoded_tokens, result.encode_s * result.share)
         if flight.gated or result.aborted or any(request.spec.token_cost > 1 for request in requests):
             return
         # In a pipeline steps overlap, so the time until the report is that of several steps.
         alone = self._state.settings.stages == 1
-        seconds = max(result.seconds, self._state.now - flight.began_at) if alone else result.seconds
+        since_s = self._state.now - flight.began_at - result.encode_s
+        seconds = max(result.seconds, since_s) if alone else result.seconds
         chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
         self._state.tracker.observe_prefill(chunks, seconds, share=result.share)
         self._state.core_share += CORE_SHARE_WEIGHT * (result.share - self._state.core_share)

@@ -9,6 +9,7 @@ from moonpool.base.scheduling.latency import (
     Speeds,
     attention_pairs,
     decode_step_seconds,
+    encoded_tokens,
     load_is_cheaper,
     load_seconds,
     overlapped_seconds,
@@ -21,6 +22,9 @@ from moonpool.base.scheduling.latency import (
     work_seconds,
 )
 from moonpool.base.scheduling.speed_tracker import SpeedTracker
+from moonpool.conductor.core.demand import Demand
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.latency_model import PrefillLatencyModel
 from moonpool.v1 import conductor_pb2
 
 SPEEDS = Speeds(
@@ -80,6 +84,20 @@ def test_each_step_that_a_load_saves_counts(max_num_batched_tokens: int, cheaper
     local, rest = (prompt_work(648, prefix, max_num_batched_tokens) for prefix in (0, 640))
     assert (local.steps, rest.steps) == ((9, 1) if max_num_batched_tokens else (1, 1))
     assert load_is_cheaper(speeds, local, rest, nbytes=90_000) is cheaper
+
+
+def test_pictures_are_encoded_whole_unless_they_are_found_whole() -> None:
+    pictures = ((10, 30), (40, 60))
+    assert [encoded_tokens(pictures, prefix) for prefix in (0, 9, 29, 30, 59, 60)] == [40, 40, 40, 20, 20, 0]
+    demand = Demand(64, 4, 5, 1, pictures=pictures)
+    shape = KVShape(block_size=16, token_bytes=2, layers=2)
+    blind = PrefillLatencyModel(replace(demand, pictures=()), shape, (), 1.0)
+    model, speeds = PrefillLatencyModel(demand, shape, (), 1.0), replace(SPEEDS, encode_per_token_s=0.5)
+    for blocks, tokens in ((0, 40), (1, 40), (2, 20), (3, 20)):
+        added = model.cost(speeds, 1, 0, blocks).prefill_s - blind.cost(speeds, 1, 0, blocks).prefill_s
+        assert added == pytest.approx(0.5 * tokens)
+        added = model.alone_s(speeds, 1, 0, blocks) - blind.alone_s(speeds, 1, 0, blocks)
+        assert added == pytest.approx(0.5 * tokens)
 
 
 def test_what_is_local_is_not_loaded() -> None:

@@ -16,7 +16,7 @@ from moonpool.base.kv.media import MediaItem
 from moonpool.base.pictures.files import Picture
 from moonpool.base.pictures.rule import read_rule, with_pictures
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep
+from moonpool.base.scheduling.steps import ENCODER, MEMORY, SequenceSampling, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.pictures import PictureEncoder, load_encoder
 from moonpool.engine.models.whole_pictures import with_rests
@@ -171,6 +171,8 @@ def test_another_picture_gives_other_logits_and_the_same_the_same_rows(folder: P
     assert (found[0] - found[1]).abs().max() > 0.01
     assert torch.equal(found[0], found[2])
     assert encoder.encoded == 2
+    assert [picture.source for picture in encoder.take_placed()] == [ENCODER, ENCODER, MEMORY]
+    assert encoder.take_placed() == ()
 
 
 def test_a_folder_without_the_encoders_weights_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,21 @@ def test_steps_that_prompts_share_teach_and_last_until_they_are_heard_of() -> No
     assert prefill_seconds(learnt, BT + 4, 0) == pytest.approx(0.1, rel=0.1)
 
 
+def test_pictures_have_a_speed_of_their_own() -> None:
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=64 * BT), TOLD)
+    tracker = world.core.state.tracker
+    for family in range(30):
+        world.arrive(2 * BT, family)
+        (io,) = world.steps
+        world.now += 0.02 + 0.7
+        while world.can_compute(io):
+            world.compute_layer(io)
+        world.end_step(io, pictures=(35, 0.7))
+        world.settle()
+    assert tracker.speeds.encode_per_token_s == pytest.approx(0.02)
+    assert prefill_seconds(tracker.speeds, 2 * BT, 0) == pytest.approx(0.02, rel=0.3), "0.72 s with pictures"
+
+
 def test_a_step_that_runs_is_partly_done() -> None:
     world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     world.arrive(2 * BT)

@@ -262,8 +262,11 @@ class World:
             if self.clients[chunk.id].end is None:
                 self.clients[chunk.id].counted.append((chunk.start, chunk.end))
 
-    def end_step(self, io: int, *, aborted: bool = False) -> None:
-        """A step ends; the engine gives it up by itself where it was not told so."""
+    def end_step(self, io: int, *, aborted: bool = False, pictures: tuple[int, float] = (0, 0.0)) -> None:
+        """A step ends; the engine gives it up by itself where it was not told so.
+
+        `pictures`: tokens of pictures that were encoded, and seconds.
+        """
         step = self.steps.pop(io)
         aborted = (aborted or step.aborted) and not step.sampled
         if aborted and step.layers < LAYERS:  # until now, the engine has computed the next layer
@@ -273,7 +276,7 @@ class World:
             self._count(step, range(len(step.order.chunks)))
         self.ios.pop(io)
         self.cancelled.discard(io)
-        self.post(IoEnded(io, events.StepEnded(aborted, 0.01)))
+        self.post(IoEnded(io, events.StepEnded(aborted, 0.01, 1.0, *pictures)))
 
     def run_step(self, io: int) -> None:
         """A step is run to its end."""
