@@ -388,4 +388,4 @@ async def test_a_client_that_lies_about_what_it_reads_fills_no_memory(refused: b
     carrying.cancel()
     await asyncio.gather(carrying, return_exceptions=True)
     frames = sent if refused else written // FRAME_BYTES
-    assert MAX_FRAMES <= frames <= MAX_FRAMES + 2
+    assert MAX_FRAMES / 2 <= frames <= MAX_FRAMES + 2
