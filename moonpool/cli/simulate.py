@@ -82,7 +82,8 @@ def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture:
         return
     width = max(map(len, result.assumptions), default=0) + 2
     for name, fact in result.assumptions.items():
-        say(f"{name + ':':{width}}{fact}", indent=" " * width)
+        told = " ".join(fact) if isinstance(fact, list) else fact
+        say(f"{name + ':':{width}}{told}", indent=" " * width)
     print()
     stdout_console().print(_result_table(result))
 

@@ -29,7 +29,7 @@ class MemoryEstimate:
     loras: int = 0
     """As many and as large LoRA adapters as may be loaded."""
     reading: int = 0
-    """While loading: the largest tensor, which is read before it is arranged, and files that are mapped whole."""
+    """While loading: the largest tensor, which is read before it is arranged."""
 
     @property
     def beside_kv(self) -> int:
@@ -48,7 +48,7 @@ class MemoryEstimate:
 
     @property
     def loading(self) -> int:
-        """What is held at most while loading, mapped files included, which the system drops where memory is short."""
+        """What is held at most while loading."""
         return self.program + self.weights + max(self.reading, self.tokenizer)
 
     def fits(self, free: int | None, engines: int = 1, *, shared: bool = False) -> bool:

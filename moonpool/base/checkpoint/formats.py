@@ -120,7 +120,7 @@ class CheckpointReport:
     None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` what it holds in a pool: of
     layers with a window, the window.
     `computed`: how layers compute on a CPU. `reading_bytes`: what loading holds beside weights: the largest tensor
-    in `dtype`, and safetensors files, which stay mapped until all are read.
+    in `dtype`, and of a folder the same tensor in its file, which is mapped meanwhile.
     """
 
     config: ModelConfig
@@ -189,7 +189,7 @@ def inspect_checkpoint(
         context_tokens=context,
         kv_context_bytes=layout.sequence_bytes(context),
         computed=_computed(config),
-        reading_bytes=largest + (0 if is_gguf(path) else file_bytes),
+        reading_bytes=largest * (1 if is_gguf(path) else 2),
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_size,
     )
@@ -203,7 +203,7 @@ def _loaded(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str,
     """Return the tensors that engines load: not those of layers for drafting, nor what chooses keys of attention."""
     if config.decoder.other:
         return dict(tensors)
-    begin, layers = names_of(config.architecture).layer.partition("{index}")[0], len(config.decoder.every)
+    begin, layers = names_of(config.architecture).layer.partition("{index}")[0], config.decoder.stored_layers
 
     def further(name: str) -> bool:
         index = name.removeprefix(begin).partition(".")[0] if name.startswith(begin) else ""

@@ -110,7 +110,7 @@ def _read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"chat template: cannot read {file}: {error}") from None
+        raise CheckpointError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 class Tokenizer:

@@ -115,7 +115,7 @@ def load_stage(
     decoder = config.decoder
     _check_whole(config, layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
-        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
+        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device))
         first, last = layer_begin == 0, layer_end == config.num_layers
         generates = config.generates
         config = _as_tied(config, reader) if generates else replace(config, tie_word_embeddings=False)
@@ -526,15 +526,14 @@ class _LayerReader:
             if found:
                 return found
         packed = self._reader.packed_experts(stored)
-        weights = self._reader.read(stored) if packed is None else None
-        for expert in range(count):
+        counts = None if packed is not None else self._reader.counts(stored)
+        for expert, weight in enumerate(self._reader.each(stored) if packed is None else packed):
             bias = None if biases is None else biases[expert]
-            if packed is not None:
-                found.append(self._kept(packed[expert], bias, gated=gated))
-            elif weights is not None:
-                counts = self._reader.counts(stored)
+            if isinstance(weight, Tensor):
                 own = None if counts is None else counts[expert]
-                found.append(self._packed(weights[expert], bias, own, gated=gated))
+                found.append(self._packed(weight, bias, own, gated=gated))
+            else:
+                found.append(self._kept(weight, bias, gated=gated))
         return found
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
