@@ -14,7 +14,7 @@ from moonpool.base.json_parts import parse_json
 from moonpool.cli.addresses import addresses
 from moonpool.cli.help_pages import with_pages
 from moonpool.cli.options import HELP, Address, text_of
-from moonpool.cli.tables import RecordTable, stdout_console
+from moonpool.cli.tables import RecordTable, size_text, stdout_console
 from moonpool.cli.whole_words import say
 from moonpool.client import Client, Context, DeletedKV, Message
 
@@ -68,13 +68,13 @@ def list_(address: Address = "", tenant: Tenant = "", as_json: Json = False) -> 
 
 def print_contexts(found: Iterable[Context]) -> None:
     """Print a table of contexts."""
-    figures = ("tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
+    figures = ("tokens", "pinned", "size", "hits", "saved tokens", "ends in")
     table = RecordTable("id", "name", "tags", "status", *figures, right=figures)
     for context in found:
         counts = (
             context.tokens,
             f"{context.pinned_blocks}/{context.blocks}",
-            f"{context.pinned_bytes / 1e6:.1f}",
+            size_text(context.pinned_bytes),
             context.hits,
         )
         figures_of = (*map(str, counts), str(context.saved_tokens), _left(context))
@@ -141,10 +141,10 @@ def _print_deleted(deleted: DeletedKV, *, as_json: bool, **more: str) -> None:
             what = (
                 f"not done yet: {instance.error}"
                 if instance.error
-                else f"{instance.blocks:,} blocks, {instance.bytes / 1e6:.1f} MB"
+                else f"{instance.blocks:,} blocks, {size_text(instance.bytes)}"
             )
             say(f"{instance.instance}: {what}")
-        say(f"{deleted.recorded} kvstores repeat the deletion to instances that join later")
+        say(f"kvstores that repeat the deletion to instances that join later: {deleted.recorded}")
     raise typer.Exit(0 if deleted.complete else EXIT_INCOMPLETE)
 
 
@@ -183,10 +183,10 @@ def _print(context: Context, *, as_json: bool) -> None:
         return
     tags = f", tags {', '.join(context.tags)}" if context.tags else ""
     say(f"{context.id}: {context.status}{tags}; {context.tokens:,} tokens, ends in {_left(context)}")
-    say(f"{context.pinned_blocks} of {context.blocks} blocks pinned, {context.pinned_bytes / 1e6:.1f} MB")
+    say(f"{context.pinned_blocks} of {context.blocks} blocks pinned, {size_text(context.pinned_bytes)}")
     say(f"{context.hits} hits saved {context.saved_tokens:,} tokens")
     if context.error:
-        typer.echo(context.error)
+        say(context.error)
 
 
 def _left(context: Context) -> str:

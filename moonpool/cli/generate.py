@@ -272,9 +272,9 @@ def run_terminal_chat(address: str, converse: Callable[[Client], Conversation]) 
     Raises:
         MoonpoolError: no stack, or a request of a pipe failed.
     """
-    typed = sys.stdin.isatty()
-    with Client(addresses(address)) as client:
+    typed, conductors = sys.stdin.isatty(), addresses(address)
+    with Client(conductors) as client:
         served = client.cluster_state().model
-        print(f"{served or 'a model that is still loading'} at {address}", file=sys.stderr)
+        say(f"{served or 'a model that is still loading'} at {', '.join(conductors)}", err=True)
         lines = typed_lines() if typed else sys.stdin
         run_chat(converse(client), lines, sys.stdout, sys.stderr, forgiving=typed)

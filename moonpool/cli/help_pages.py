@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import typer
+
 from moonpool.base.help_page import HelpRow, HelpSection, help_page
 
 ARGUMENTS, OPTIONS, VERBS = "Arguments", "Options", "Verbs"
@@ -16,9 +18,19 @@ def with_pages(command: Any) -> Any:
     """Give a command, and the verbs below a group, the pages of this module; return the command."""
     command.format_help = lambda ctx, formatter: formatter.write(page_of(command, ctx))
     if hasattr(command, "get_command"):
+        parse = command.parse_args
+        command.parse_args = lambda ctx, args: parse(ctx, page_without_verb(command, ctx, args))
         find = command.get_command
         command.get_command = lambda ctx, name: None if (verb := find(ctx, name)) is None else with_pages(verb)
     return command
+
+
+def page_without_verb(group: Any, ctx: Any, args: list[str]) -> list[str]:
+    """The arguments of a group of verbs; without any, print its page and end, as after a wrong use."""
+    if not args and group.no_args_is_help:
+        typer.echo(page_of(group, ctx).rstrip("\n"))
+        ctx.exit(2)
+    return args
 
 
 def page_of(command: Any, ctx: Any) -> str:

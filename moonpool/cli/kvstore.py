@@ -126,11 +126,14 @@ def stat(address: Store, as_json: Json = False) -> None:
         return
     table = RecordTable("figure", "value", right=("value",))
     for name, value in gauges.items():
-        table.add_row(name, f"{value:,.3f}".rstrip("0").rstrip("."))
+        if value:
+            is_size = name.removesuffix("_total").endswith("_bytes")
+            table.add_row(name, size_text(value) if is_size else f"{value:,.3f}".rstrip("0").rstrip("."))
     hits, misses = gauges["dram_hits_total"] + gauges["ssd_hits_total"], gauges["misses_total"]
     if hits + misses:
         table.add_row("hit share", f"{hits / (hits + misses):.1%}")
     stdout_console().print(table)
+    say(f"{sum(not value for value in gauges.values())} other figures are 0; --json lists them.", err=True)
 
 
 @app.command()
@@ -281,7 +284,7 @@ def drop_keys(file: KeyFile, tenant: Annotated[str, typer.Option(help="Owner of 
 @contextmanager
 def _progress(what: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as progress:
         task = progress.add_task(what)
         yield lambda done, of: progress.update(task, completed=done, total=of)
 

@@ -3,6 +3,7 @@
 Each verb imports its modules on running, so that `moonpool generate` needs no torch and `--help` is quick.
 """
 
+import errno
 import importlib.metadata
 import os
 import signal
@@ -27,6 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""A full or broken disk, where standard output is a file."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -68,6 +73,11 @@ def main() -> None:
             raise
         say(f"moonpool: this needs {error.name}: {EXTRA_ADVICE.format('engine')}", err=True)
         _leave(2)
+    except OSError as error:
+        if not error.strerror or (error.filename is None and error.errno not in _FULL):
+            raise
+        say(f"moonpool: {error.filename or 'standard output'}: {error.strerror}", err=True)
+        _leave(2)
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0)
 
@@ -87,8 +97,12 @@ def _open_closed_streams() -> None:
 
 def _leave(status: int) -> NoReturn:
     """End the process; do not wait for threads, which may be downloading."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk, or a reader that has gone: the rest is lost
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            status = status or 1
     if any(not thread.daemon and thread is not threading.current_thread() for thread in threading.enumerate()):
         os._exit(status)
     sys.exit(status)

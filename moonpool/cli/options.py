@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from moonpool.base.config import present_name
 from moonpool.base.errors import ConfigError, InvalidRequest
-from moonpool.cli.help_pages import page_of, with_pages
+from moonpool.cli.help_pages import page_of, page_without_verb, with_pages
 
 Address = Annotated[
     str,
@@ -92,6 +92,9 @@ def same_fields(options: Any, target: type[Any]) -> dict[str, Any]:
 
 class RootGroup(TyperGroup):
     """The verbs of `moonpool`. An error about a verb or a flag that had another name says the new name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, page_without_verb(self, ctx, args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for words in (1, 2):

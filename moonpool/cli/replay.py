@@ -13,6 +13,8 @@ from moonpool.cli.load_generator.loops import trace_loop
 from moonpool.cli.load_generator.senders import greedy, sdk_sender
 from moonpool.cli.models import chosen_model
 from moonpool.cli.predict_options import ReplayOptions
+from moonpool.cli.tables import RecordTable, stdout_console
+from moonpool.cli.whole_words import say
 from moonpool.client import AsyncClient, GenerateArguments, GenerateResult, Slo, TokenEvent
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.simulator.clock import PS
@@ -177,34 +179,28 @@ def note_tokens(answer: Answer, tokens: int, now: int) -> None:
 
 def print_summaries(columns: dict[str, Summary]) -> None:
     """Print the summaries side by side."""
-    lines = [("", *columns)]
-    for name in ("requests", "outcomes", "goodput_share", "reused_share", "tokens_per_s"):
-        lines.append((name, *(str(getattr(summary, name)) for summary in columns.values())))
+    table = RecordTable("figure", *columns, right=[*columns])
+    outcomes = ([f"{name} {count}" for name, count in summary.outcomes.items()] for summary in columns.values())
+    table.add_row("outcomes", *map(", ".join, outcomes))
+    for name in ("requests", "goodput_share", "reused_share", "tokens_per_s"):
+        table.add_row(name, *(str(getattr(summary, name)) for summary in columns.values()))
     for figure in FIGURES:
         for point in ("mean", "p50", "p90", "p99"):
             values = (getattr(summary, figure).get(point) for summary in columns.values())
-            lines.append((f"{figure} {point}", *("-" if value is None else f"{value:g}" for value in values)))
-    _print_table(lines)
+            table.add_row(f"{figure} {point}", *("-" if value is None else f"{value:g}" for value in values))
+    stdout_console().print(table)
 
 
 def print_fit(found: FittedSimulation) -> None:
     """Print what was fitted, and how far the simulation is from what was measured after that."""
-    print(
-        "\nfitted to the first requests:",
-        ", ".join(f"{name} {value:.4g}" for name, value in found.extras.to_json().items()),
-    )
-    lines = [("the other requests", "measured", "simulated", "ratio", "wanted")]
+    extras = (f"{name} {value:.4g}" for name, value in found.extras.to_json().items())
+    say(f"\nfitted to the first requests: {', '.join(extras)}")
+    table = RecordTable("the other requests", "measured", "simulated", "ratio", "wanted")
     for line in found.lines:
         met = "met" if line.error <= line.wanted else "missed"
         seconds = f"{line.measured_s:.4g}", f"{line.simulated_s:.4g}"
-        lines.append((line.figure, *seconds, f"{line.ratio:.3f}", f"within {line.wanted:.0%}: {met}"))
-    _print_table(lines)
-
-
-def _print_table(lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        table.add_row(line.figure, *seconds, f"{line.ratio:.3f}", f"within {line.wanted:.0%}: {met}")
+    stdout_console().print(table)
 
 
 def run_replay(options: ReplayOptions) -> int:

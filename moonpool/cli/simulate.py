@@ -31,6 +31,7 @@ from moonpool.simulator.experiments import pipeline as pipeline_experiment
 from moonpool.simulator.experiments import prefix_caching as cache_experiment
 from moonpool.simulator.experiments import race as race_experiment
 from moonpool.simulator.experiments import replay as replay_experiment
+from moonpool.simulator.experiments import scaling as scaling_experiment
 from moonpool.simulator.experiments import serving
 from moonpool.simulator.experiments.frame import Progress, RequestSource, Result, simulate
 from moonpool.simulator.experiments.report import Summary
@@ -81,7 +82,8 @@ def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture:
         return
     width = max(map(len, result.assumptions), default=0) + 2
     for name, fact in result.assumptions.items():
-        say(f"{name + ':':{width}}{fact}", indent=" " * width)
+        told = " ".join(fact) if isinstance(fact, list) else fact
+        say(f"{name + ':':{width}}{told}", indent=" " * width)
     print()
     stdout_console().print(_result_table(result))
 
@@ -348,6 +350,37 @@ def pipeline(options: PipelineOptions) -> None:
     """Time to first token by prefill pipelines' width, prompt length and load."""
     config = ClusterConfig(profile=load_profile(options.profile), kvstore=0, seed=options.seed)
     options.print(lambda say: pipeline_experiment.pipeline(config, options.machines, options.requests, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions(ClusterOptions):
+    """Options of `scaling`."""
+
+    kvstore: Kvstore = 1
+    most: Annotated[int, typer.Option(min=1, help="Instances of each kind at most.")] = 16
+    start_s: Annotated[float, typer.Option(min=0.0, help="Seconds that an instance's start takes.")] = 60.0
+    counts: Annotated[
+        str, typer.Option(help="Prompts and answers an instance of rules that count, as 2/16,4/32; empty = none.")
+    ] = "2/16,4/32,8/64"
+
+
+@app.command()
+@verb
+def scaling(options: ScalingOptions) -> None:
+    """Goodput and instance hours of pools that scale by the forecast, or by counted requests, beside a fixed mix."""
+    targets = [_pair(part) for part in options.counts.split(",") if part]
+    bounds = scaling_experiment.Bounds(options.most, options.start_s)
+    options.print(lambda say: scaling_experiment.scaling(options.config(), options.source(), bounds, targets, say))
+
+
+def _pair(text: str) -> tuple[float, float]:
+    try:
+        prompts, answers = map(float, text.split("/"))
+    except ValueError:
+        raise typer.BadParameter(f"counts are pairs such as 4/32, not {text!r}") from None
+    if not (prompts > 0 and answers > 0):
+        raise typer.BadParameter(f"counts must be positive, not {text!r}")
+    return prompts, answers
 
 
 @dataclass(frozen=True, kw_only=True)

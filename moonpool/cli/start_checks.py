@@ -1,14 +1,16 @@
 """What would end the start of a stack's services, found out before any is started and told in one line."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moonpool.base.checkpoint import Tokenizer, load_config, resolve
+from moonpool.base.checkpoint import ModelConfig, Tokenizer, load_config, resolve
 from moonpool.base.checkpoint.lora import read_adapter
 from moonpool.base.config import LOOPBACK, assignments, config_class
-from moonpool.base.errors import CheckpointError, ConfigError
+from moonpool.base.errors import CheckpointError, ConfigError, UnsupportedModel
+from moonpool.base.families.ranks import check_ranks
 from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.tls import Tls
 from moonpool.cli.engine_plan import inspected_model
@@ -16,6 +18,8 @@ from moonpool.cli.stack import StackPlan, setting_of
 from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.gateway.certificates import ReloadedCertificate
 
+DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""One of these is there if a GPU can be used."""
 _JOINS = ("--conductor", f"{LOOPBACK}:1")
 
 
@@ -49,14 +53,28 @@ def _settings(plan: StackPlan, kind: str, *needed: str) -> Any:
 
 def _check_model(plan: StackPlan, chat_template: Path | None) -> None:
     path = resolve(plan.model)
-    load_config(path)
+    config = load_config(path)
     Tokenizer.load(path)
     if chat_template is not None:
         with _naming("chat_template"):
             Tokenizer.load(path, chat_template)
     if emulated_profile(plan.engine, plan.time_scale) is None:
+        for kind in plan.engine_counts:
+            _check_devices(plan, kind, config)
         how: Any = {name: setting_of(plan, "decode", name, "auto") for name in ("quantization", "model_impl")}
         inspected_model(plan.model, plan.dtype, plan.block_size, **how)
+
+
+def _check_devices(plan: StackPlan, kind: str, model: ModelConfig) -> None:
+    device = setting_of(plan, kind, "device", "cpu")
+    if device.startswith("cuda") and not any(map(os.path.exists, DRIVERS)):
+        raise ConfigError("device", f"{device} cannot be used: this machine has no driver of a GPU")
+    ranks = setting_of(plan, kind, "tensor_parallel_size", "1")
+    if ranks.isdecimal():
+        try:
+            check_ranks(model.decoder, int(ranks), model.architecture)
+        except UnsupportedModel as error:
+            raise ConfigError(error.field, error.message) from None
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -35,7 +34,6 @@ GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 Response = TypeVar("Response", bound=Message)
-_Answered = Callable[[Callable[[], object], Awaitable[Any]], Awaitable[Any]]
 
 
 class ConductorTransport(Protocol):
@@ -94,8 +92,7 @@ class GrpcTransport:
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key)
-        late = f"the call's {timeout_s:.3g} s are over; the client waited for the conductor's next message"
-        return _GrpcCall(call, partial(self._answered, late))
+        return _GrpcCall(call, timeout_s, self._monitor, self._heard, self._explained)
 
     async def query(self, request: Message, timeout_s: float) -> Any:
         method = type(request).__name__.removesuffix("Request")
@@ -107,12 +104,20 @@ class GrpcTransport:
         """As `_await_answer`; a connection that certificates prevent raises NotTrusted, with the cause."""
         try:
             answered = await _await_answer(self._monitor, late, give_up, answer)
-        except NotConnected:
-            if not self._reached and (cause := await tls_trouble(self._address, self._tls)):
-                raise NotTrusted(cause) from None
-            raise
-        self._reached = True
+        except MoonpoolError as error:
+            raise await self._explained(error) from None
+        self._heard()
         return answered
+
+    def _heard(self) -> None:
+        self._reached = True
+
+    async def _explained(self, error: MoonpoolError) -> MoonpoolError:
+        """The error, or the cause if certificates prevent the connection."""
+        if isinstance(error, NotConnected) and not self._reached:
+            cause = await tls_trouble(self._address, self._tls)
+            return NotTrusted(cause) if cause else error
+        return error
 
     async def aclose(self) -> None:
         """Close the channel, which cancels open calls."""
@@ -145,20 +150,46 @@ class GrpcTransport:
 class _GrpcCall:
     """A call of Generate. An iterator, not a generator: an abandoned iterator needs no cleanup by the event loop."""
 
-    def __init__(self, call: Any, answered: _Answered) -> None:
+    def __init__(
+        self,
+        call: Any,
+        timeout_s: float,
+        monitor: ConnectionMonitor,
+        heard: Callable[[], object],
+        explained: Callable[[MoonpoolError], Awaitable[MoonpoolError]],
+    ) -> None:
+        """`heard` is called with each message, `explained` gives the error to raise in place of another."""
         self._call = call
-        self._answered = answered
+        self._timeout_s = timeout_s
+        self._monitor = monitor
+        self._heard = heard
+        self._explained = explained
+        self._monitored = monitor.begin(call.cancel)
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
-        message: object = await self._answered(self._call.cancel, self._call.read())
+        try:
+            message: object = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            self._monitor.end(self._monitored)
+            late = f"the call's {self._timeout_s:.3g} s are over; the client waited for the conductor's next message"
+            raise await self._explained(moonpool_error(error, late)) from None
+        except asyncio.CancelledError:
+            self._monitor.end(self._monitored)
+            if self._monitored.lost and not is_cancelled():
+                raise await self._explained(NotConnected("the conductor does not answer")) from None
+            raise
+        self._monitor.heard()
+        self._heard()
         if not isinstance(message, pb.GenerateResponse):
+            self._monitor.end(self._monitored)
             raise StopAsyncIteration
         return message
 
     def cancel(self) -> None:
+        self._monitor.end(self._monitored)
         self._call.cancel()
 
 

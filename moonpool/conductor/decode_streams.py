@@ -12,6 +12,7 @@ from typing import Protocol
 
 from moonpool.base.contracts import logprobs_from_proto, logprobs_to_proto
 from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, TransferFailed
+from moonpool.base.frozen import frozen
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.rpc.channels import Channels, check_health
 from moonpool.base.rpc.connection_monitor import ConnectionMonitor, MonitoredCall
@@ -37,7 +38,7 @@ broken. The instance may still report load on the instance's own connection.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NewTokens:
     """One choice's new tokens, from an engine.
 

@@ -57,7 +57,7 @@ from moonpool.conductor.output_queue import OutputQueue
 from moonpool.conductor.proto_conversion import candidate_proto, error_of, placement_proto
 from moonpool.conductor.request_metrics import refusal_reason
 from moonpool.conductor.request_reports import RequestReports
-from moonpool.conductor.request_validator import RequestValidator
+from moonpool.conductor.request_validator import RequestValidator, is_short
 from moonpool.conductor.resume import read_resume
 from moonpool.conductor.valid_request import ValidRequest
 from moonpool.v1 import conductor_pb2
@@ -130,9 +130,13 @@ class Dispatcher:
             Unavailable: no engine has joined.
         """
         served = self._reader.served()
-        request = await self._reader.read(message, served, request_id, arrived, deadline)
+        if is_short(message):
+            await self._turns.begin(message.tenant)
+            request = self._reader.read_now(message, served, request_id, arrived, deadline)
+        else:
+            request = await self._reader.read(message, served, request_id, arrived, deadline)
+            await self._turns.begin(message.tenant, _cost(request))
         resume, reports = request.resume, self._reports
-        await self._turns.begin(message.tenant, _cost(request))
         secret = world.random_bytes(SECRET_BYTES) if resume is None else resume.point.secret
         stream = GenerateStream(
             request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered

@@ -386,10 +386,10 @@ class GenerateStream:
         Raises:
             StreamBroken: tokens are missing, or known tokens were different.
         """
-        before = self.tokens
         if not 0 <= new.choice < len(self.choices):
             raise StreamBroken(f"there is no answer {new.choice}")
         choice, token_ids = self.choices[new.choice], new.token_ids
+        before = len(choice.tokens)
         if token_ids:
             self._check_logprobs(new.logprobs, len(token_ids))
         known = choice.count_known(new.position, token_ids)
@@ -398,18 +398,19 @@ class GenerateStream:
         now = self._clock()
         if len(token_ids) > known:
             self.history.tokens_came(now)
-        first = not self._new_tokens
+        first = before == choice.resumed_at and not self._new_tokens
         delta = choice.extend(token_ids[known:], logprobs)
         if delta is not None:
             self.history.tokens_sent(now, first=first)
             self.outgoing.delta(delta)
         if new.reason:
             self.outgoing.delta(choice.end(new.reason))
-        tokens = self.tokens
-        self.history.grew(sequence, tokens - before, now)
-        if not before and tokens:
-            self._on_first_token(self)
-        return tokens - before
+        count = len(choice.tokens) - before
+        if count:
+            self.history.grew(sequence, count, now)
+            if not before and self.tokens == count:
+                self._on_first_token(self)
+        return count
 
     def kv_delivered(self, finished: prefill_pb2.PrefillFinished, sequence: str) -> None:
         """The KV of a sequence has arrived at decode."""
@@ -456,5 +457,7 @@ class GenerateStream:
             StreamBroken: there is not.
         """
         wanted = self.request.sampling.logprobs is not None
+        if found is None and not wanted:
+            return
         if wanted != (found is not None) or (found is not None and (len(found) != tokens or not found.consistent)):
             raise StreamBroken(f"the log probabilities are not those of {tokens} tokens")

@@ -141,7 +141,7 @@ class InstanceCalls:
         decode = self._find(order.decode)
         if decode is None or decode.epoch != order.epoch:
             return Failure(FailureKind.UNAVAILABLE, f"{order.decode} has left")
-        stub = DecodeServiceStub(self._channels.get(decode.address))
+        stub = self._channels.stub(decode.address, DecodeServiceStub)
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
         return reserve_granted(response)
 
@@ -155,7 +155,7 @@ class InstanceCalls:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.epoch != order.epoch:
             return Failure(FailureKind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
-        stub, began = PrefillServiceStub(self._channels.get(prefill.address)), self._clock()
+        stub, began = self._channels.stub(prefill.address, PrefillServiceStub), self._clock()
         call = stub.Prefill(request, timeout=stream.remaining_s())
         try:
             first = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.v1 import conductor_pb2
@@ -27,6 +28,8 @@ class OutputQueue:
         # By choice, the last of `_messages`: more tokens are merged into them.
         self._growing: dict[int, conductor_pb2.GenerateResponse] = {}
         self._changed = asyncio.Event()
+        self._news: Callable[[], object] = _to_nobody
+        self._timer: asyncio.TimerHandle | None = None  # of tokens that wait
         self._ended = False
         self._failure: MoonpoolError | None = None
 
@@ -77,36 +80,61 @@ class OutputQueue:
         self._growing.clear()
         self.end()
 
+    def listen(self, news: Callable[[], object]) -> None:
+        """Call `news` now and whenever `take` may have something, or the queue has ended."""
+        self._news = news
+        news()
+
+    def take(self) -> conductor_pb2.GenerateResponse | None:
+        """Return the next message that is due, None if there is none now."""
+        if not self._due:
+            return None
+        self._due -= 1
+        message = self._messages.popleft()
+        if self._growing.get(message.delta.choice) is message:
+            del self._growing[message.delta.choice]
+        return message
+
+    def over(self) -> bool:
+        """Return whether nothing more comes.
+
+        Raises:
+            MoonpoolError: the failure, behind the last message.
+        """
+        if not self._ended or self._due:
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
     async def next(self) -> conductor_pb2.GenerateResponse | None:
         """Return the next message, None after the last.
 
         Raises:
             MoonpoolError: the failure.
         """
-        while not self._due:
-            if self._ended:
-                break
+        while (message := self.take()) is None:
+            if self.over():
+                return None
             self._changed.clear()
-            try:
-                async with asyncio.timeout(WHOLE_EVERY_S if self._whole else None):
-                    await self._changed.wait()
-            except TimeoutError:
-                self._all_due()
-        else:
-            self._due -= 1
-            message = self._messages.popleft()
-            if self._growing.get(message.delta.choice) is message:
-                del self._growing[message.delta.choice]
-            return message
-        if self._failure is not None:
-            raise self._failure
-        return None
+            await self._changed.wait()
+        return message
 
     def _all_due(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._due = len(self._messages)
         self._changed.set()
+        self._news()
 
     def _put(self, message: conductor_pb2.GenerateResponse, *, at_once: bool = True) -> None:
         self._messages.append(message)
         if at_once:
             self._all_due()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WHOLE_EVERY_S, self._all_due)
+
+
+def _to_nobody() -> None:
+    """Nobody listens."""

@@ -41,6 +41,8 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
+SHORT_CHARS = 4096
+"""Most characters, or tokens, of a prompt that the event loop reads itself: up to some 0.3 ms."""
 MESSAGE_BYTES_PER_TOKEN, MAX_SEQUENCE_BYTES = 8, MESSAGE_BYTES - (64 << 10)
 """Bytes of a token in messages to engines, with its part of a key, and most bytes of tokens and pictures there."""
 MAX_PROMPT_SCORES = 1 << 18
@@ -125,17 +127,36 @@ class RequestValidator:
         deadline: float = 0.0,
     ) -> ValidRequest:
         """Check and tokenise a message; see `read_request` and `check_grammar`. A request without an id gets one."""
-        served = served or self.served()
-        name = request_id or world.random_hex(8)
-        seed = lambda: world.random_bits(64)  # noqa: E731
-        found = await self.run(message.tenant, partial(read_request, message, served, name, arrived, deadline, seed))
+        work = partial(self.read_now, message, served or self.served(), request_id, arrived, deadline)
+        found = await self.run(message.tenant, work)
         if found.sampling.response_format:
             await self._checking.run(message.tenant, partial(check_grammar, found.sampling))
         return found
 
+    def read_now(
+        self,
+        message: conductor_pb2.GenerateRequest,
+        served: ServedModel,
+        request_id: str,
+        arrived: float,
+        deadline: float,
+    ) -> ValidRequest:
+        """As `read`, on this thread, without a grammar's check."""
+        name = request_id or world.random_hex(8)
+        return read_request(message, served, name, arrived, deadline, lambda: world.random_bits(64))
+
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         """Run work with the tokenizer on a worker thread, in the tenant's turn."""
         return await self._tokenizing.run(tenant, work)
+
+
+def is_short(message: conductor_pb2.GenerateRequest) -> bool:
+    """Return whether reading a message takes less time than handing the message to another thread and back."""
+    if message.HasField("chat") or message.HasField("resume"):
+        return False
+    sampling = message.sampling
+    plain = not (sampling.response_format or sampling.bad_words or sampling.thinking_marks)
+    return plain and len(message.text) <= SHORT_CHARS and len(message.tokens.token_ids) <= SHORT_CHARS
 
 
 def read_request(

@@ -77,7 +77,7 @@ class SequenceSubscription:
             self._running.discard(choice)
         elif count and stream.choices[choice].finish and not stream.finish:
             self._stop(choice)
-        finish = finish_of(stream.finish)
+        finish = finish_of(stream.finish) if stream.choices[choice].finish else None
         if count or finish or not self._posted:
             self._posted = True
             self._post(TokensArrived(self._io, count, finish, known=not self._running))

@@ -25,7 +25,7 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.base.rpc.roles import is_client, tenant_of
-from moonpool.base.rpc.stream_writes import bare_write, write_each
+from moonpool.base.rpc.stream_writes import write_all
 from moonpool.base.scheduling.fair_share import may_admit
 from moonpool.base.scheduling.sessions import MAX_SESSION_S
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
@@ -194,7 +194,7 @@ class ConductorServicer:
         outgoing = stream.outgoing
         try:
             async with asyncio.timeout(deadline - self._clock()) as call.limit:
-                await write_each(bare_write(context), outgoing.next)
+                await write_all(context, outgoing)
         except TimeoutError:
             raise DeadlineExceeded("the request's time is over; the client was slow to take the answer") from None
         finally:

@@ -75,7 +75,7 @@ class LayerRun(RunMode):
         """Bring batch and hidden states to the device; return False if the stage before aborted the step."""
         run.shape = self._shape(run)
         if run.shape is None and self._stage.platform.torch_device.type != "cpu":
-            run.batch = run.packed.to(self._stage.platform.torch_device)
+            self._stage.platform.stream.run(partial(self._move_batch, run))
         if self._stage.model.is_first:
             if run.shape is None:  # a graph has the embedding in it
                 self._stage.platform.stream.run(partial(self._embed, run))
@@ -159,6 +159,9 @@ class LayerRun(RunMode):
         ]
 
     # --- in the stream ---------------------------------------------------------------------------------------------
+
+    def _move_batch(self, run: StepRun) -> None:
+        run.batch = run.packed.to(self._stage.platform.torch_device)
 
     def _move_hidden(self, run: StepRun) -> None:
         run.hidden = run.hidden.to(self._stage.platform.torch_device)

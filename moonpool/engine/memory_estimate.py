@@ -34,7 +34,7 @@ class MemoryEstimate:
     pictures: int = 0
     """The encoder of pictures with its code, and the encoded pictures that are kept."""
     reading: int = 0
-    """While loading: the largest tensor, which is read before it is arranged, and files that are mapped whole."""
+    """While loading: the largest tensor, which is read before it is arranged."""
 
     @property
     def beside_kv(self) -> int:
@@ -53,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def loading(self) -> int:
-        """What is held at most while loading, mapped files included, which the system drops where memory is short."""
+        """What is held at most while loading."""
         return self.program + self.weights + max(self.reading, self.tokenizer)
 
     def fits(self, free: int | None, engines: int = 1, *, shared: bool = False) -> bool:

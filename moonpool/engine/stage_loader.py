@@ -111,8 +111,7 @@ class StageLoader:
         if self.native is not None:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
-        # Experts, windows and the like look at tensors between launches, which a captured graph cannot do.
-        if self.device is not None and self.engine.graph_rows and not self.config.decoder.not_plain:
+        if self.device is not None and self.engine.graph_rows and not self.config.decoder.not_captured:
             cache = GraphCache(longest, most_rows=self.engine.graph_rows)
             runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
         if self.device is not None:

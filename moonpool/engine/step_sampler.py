@@ -61,7 +61,7 @@ class StepSampler:
         for group in self._groups:
             self.logits = group.choose(hidden, batch, masks, output, self.logits)
         for index, tokens, scored in self._scored:
-            last = int(batch.last_rows[index])
+            last = int(batch.host.last_rows[index])
             output.scores[index] = _score_tokens(self._model, hidden[last + 1 - tokens : last + 1], scored)
         if self._embedded:
             pooled = self._model.pooled(hidden, batch, self._embedded).cpu()
@@ -148,7 +148,7 @@ class _RowGroup:
             Logits with reusable memory: `room`, or this group's logits without `room`.
         """
         if len(self._wanted) != batch.num_tokens:
-            hidden = hidden[batch.last_rows[[index for index, _ in self._wanted]]]
+            hidden = batch.last_of(hidden, [index for index, _ in self._wanted])
         logits = self._model.logits(hidden, out=None if room is None else room[: len(self._wanted)])
         room = logits if room is None else room
         if len(self._drawn) != len(self._wanted):

@@ -112,7 +112,10 @@ class GatewayConfig(ServiceConfig):
         "tenant may take as much as is still free; a request beyond that is refused with 503",
     )
     max_connections: int = Field(
-        4096, ge=1, description="maximum number of open connections; if there are more, an idle connection is closed"
+        4096,
+        ge=1,
+        description="maximum number of open connections; if there are more, an idle connection is closed, "
+        "else the one whose body has been coming for longest",
     )
     read_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="seconds in which the head of a request must arrive, and again for the body"

@@ -58,6 +58,7 @@ class HttpConnection(HttpToolsProtocol):
     _in_head = False
     _in_message = False
     _head_bytes = 0
+    _message_began = 0.0
     _unparsed_bytes = 0
     _body_pieces = 0
     _more_than_head = False
@@ -133,6 +134,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_message = self._in_head = True
+        self._message_began = self.loop.time()
         self._head_bytes = self._unparsed_bytes = self._body_pieces = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests at once")
@@ -258,9 +260,16 @@ class HttpConnection(HttpToolsProtocol):
             self._end_if_gone()
 
     def _least_useful(self) -> HttpConnection:
-        """An idle connection, so that idle clients cannot lock out others; this connection if none is idle."""
-        others = (other for other in self.connections if isinstance(other, HttpConnection) and other is not self)
-        return next((other for other in others if other.is_idle), self)
+        """A connection whose client keeps others out by doing nothing.
+
+        One that is idle, else the one whose body has been coming for longest; this connection if all others have sent
+        their requests.
+        """
+        others = [other for other in self.connections if isinstance(other, HttpConnection) and other is not self]
+        if idle := next((other for other in others if other.is_idle), None):
+            return idle
+        slow = (other for other in others if other._in_message and not other.transport.is_closing())
+        return min(slow, key=lambda other: other._message_began, default=self)
 
     def _between_requests(self) -> bool:
         """Whether no request is being answered. The client may still send the rest of a body."""

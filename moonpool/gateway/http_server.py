@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -20,6 +21,8 @@ from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.http_connection import HttpConfig, HttpConnection
 
 log = get_logger(__name__)
+HANDSHAKE_S, ACCEPT_PAUSE_S = 20.0, 0.1
+"""In which a TLS handshake must be over; after which accepting is tried again where that failed."""
 BACKLOG = 2048
 KEEP_ALIVE_S = 15
 """Maximum time between two requests of a connection, in seconds."""
@@ -68,26 +71,68 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
         told = {"listen": config.listen, "needs_key": config.api_keys is not None}
         log.warning("HTTP is in plaintext and open to all who reach it; see ssl_certfile and api_keys", **told)
     port: int = listening.getsockname()[1]
-    server = HttpServer(_http_config(app, config, https))
+    server = HttpServer(_http_config(app, config))
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve([listening]))
+        serving = group.create_task(server.serve([listening] if https is None else []))
         await server.up.wait()
-        sweeping = group.create_task(_sweep_connections(server, config))
+        others = [group.create_task(_sweep_connections(server, config))]
+        if https is not None:
+            others.append(group.create_task(_accept_https(server, listening, https.context, config.max_connections)))
         try:
             yield server, port
         finally:
+            if https is not None:
+                others.pop().cancel()
             server.should_exit = True
             await serving
-            sweeping.cancel()
+            for other in others:
+                other.cancel()
 
 
-def _http_config(app: ASGIApp, config: GatewayConfig, https: ReloadedCertificate | None) -> HttpConfig:
+async def _accept_https(server: HttpServer, listening: socket.socket, https: ssl.SSLContext, limit: int) -> None:
+    """Accept connections and begin TLS, until cancelled.
+
+    An event loop's own server tells nobody of a connection before the handshake is over, so silent connections would
+    not be counted. Here a connection counts at once; if there are too many, the oldest in a handshake is closed.
+    """
+    loop, shaking = asyncio.get_running_loop(), dict[asyncio.Task[None], None]()
+
+    def connection() -> HttpConnection:
+        return HttpConnection(server.config, server.server_state, server.lifespan.state, loop)
+
+    async def shake(accepted: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # no TLS, too slow, or gone
+            await loop.connect_accepted_socket(
+                connection, accepted, ssl=https, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=HANDSHAKE_S
+            )
+
+    try:
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except OSError as error:  # gone already, or no descriptor is left
+                log.warning("a connection cannot be accepted", reason=error.strerror or str(error))
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if shaking and len(shaking) + server.open_connections >= limit:
+                oldest = next(iter(shaking))
+                del shaking[oldest]
+                oldest.cancel()
+            task = loop.create_task(shake(accepted))
+            shaking[task] = None
+            task.add_done_callback(lambda ended: shaking.pop(ended, None))
+    finally:
+        listening.close()
+        for task in list(shaking):
+            task.cancel()
+
+
+def _http_config(app: ASGIApp, config: GatewayConfig) -> HttpConfig:
     return HttpConfig(
         app, http=HttpConnection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s * DRAIN_MARGIN),
-        ssl_context_factory=None if https is None else lambda *_: https.context,
         max_connections=config.max_connections,
     )  # fmt: skip
 
@@ -105,6 +150,7 @@ def _bind(listen: str) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(BACKLOG)
+        bound.setblocking(False)
     except OSError as error:
         bound.close()
         raise ConfigError("listen", f"cannot listen at {listen}: {error.strerror or error}") from error

@@ -46,6 +46,9 @@ from moonpool.gateway.serving.json_response import JSON_TYPE, to_json_bytes
 from moonpool.gateway.serving.served_request import ServedRequest, served_request
 
 ROUTES: Sequence[Endpoint] = (
+    # Most requests come here, and rows are tried in order.
+    Endpoint("POST", "/v1/chat/completions", openai_chat.chat_completions),
+    Endpoint("POST", "/v1/completions", openai_completions.completions),
     Endpoint("GET", "/health", server.health),
     Endpoint("GET", "/ping", server.health),
     Endpoint("POST", "/ping", server.health),
@@ -56,8 +59,6 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/v1/models/{model:path}", models.get_model),
     Endpoint("POST", "/v1/load_lora_adapter", lora_adapters.load_lora_adapter),
     Endpoint("POST", "/v1/unload_lora_adapter", lora_adapters.unload_lora_adapter),
-    Endpoint("POST", "/v1/chat/completions", openai_chat.chat_completions),
-    Endpoint("POST", "/v1/completions", openai_completions.completions),
     Endpoint("POST", "/v1/responses", responses.create_response),
     Endpoint("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
     Endpoint("GET", "/v1/responses/{name}", responses.get_response),

@@ -122,7 +122,7 @@ Global___CallMetadata: _TypeAlias = CallMetadata  # noqa: Y015
 
 @_typing.final
 class CallRead(_message.Message):
-    """The client has read messages of a call: so many more may be sent."""
+    """The client has read messages of a call: as much more may be sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -131,7 +131,7 @@ class CallRead(_message.Message):
     call: _builtins.int
     """The call."""
     messages: _builtins.int
-    """Messages read since the last time."""
+    """Weight of the messages read since the last time: 1 each, and 1 more for each 4 KiB."""
     def __init__(
         self,
         *,

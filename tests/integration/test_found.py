@@ -52,7 +52,7 @@ def test_each_refused_and_each_bad_request_is_found_by_its_id(plan: StackPlan) -
         f"refused-{number}": 429 for number in range(EACH)
     }
     assert {status for name, status in statuses.items() if name.startswith("bad")} == {400, 404}
-    assert all("ttft" in explanation.refused for explanation in explanations)
+    assert all(explanation.refused for explanation in explanations), "each is explained"
     found = {line["request"]: line for line in lines if "request" in line}
     assert {name: found[name]["status"] for name in statuses} == statuses
     for name in statuses:

@@ -38,7 +38,8 @@ DISK_FAULTS: Mapping[FaultKind, DiskFault] = {"full disk": "full", "broken disk"
 OF_LINKS: tuple[FaultKind, ...] = ("reset", "partition", "one way", "slow", "lossy")
 RECOVERY_S = 6.0
 """After a fault's end a service is as before within so long: it has joined all conductors, and is known to be well."""
-LONGEST_S, SKEW_S = 4.0, 5.0
+LONGEST_S, SKEW_S, JUMP_S = 4.0, 5.0, 600.0
+"""Of a fault; of wall clocks that are apart; of a clock that is set anew, as after a while without its time server."""
 START_AGAIN_S = 1.0
 
 
@@ -177,7 +178,8 @@ class Faults:
                 stage.slowdown = drawn.uniform(*SLOWER)
                 self._back(service, seconds, stage.quicken)
             case "clock":
-                service.node.skew_s += drawn.uniform(-SKEW_S, SKEW_S)
+                jump = drawn.uniform(-1.0, 1.0)
+                service.node.skew_s += jump * (JUMP_S if abs(jump) > 0.5 else SKEW_S)
             case "full disk" | "broken disk" | "no memory":
                 assert disk is not None
                 disk.files.fault = DISK_FAULTS[kind]

@@ -42,6 +42,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _LATER = (
     "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows", "in_turn", "decay_stored",
+    "value_width", "value_factor", "input_factors", "output_factor", "without_norm",
+    "latent_width", "gate_factor", "stored_at",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 

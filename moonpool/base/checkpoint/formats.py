@@ -122,7 +122,7 @@ class CheckpointReport:
     layers with a window, the window.
     `picture_bytes`: the encoder of pictures, if engines load it; not in `weight_bytes`.
     `computed`: how layers compute on a CPU. `reading_bytes`: what loading holds beside weights: the largest tensor
-    in `dtype`, and safetensors files, which stay mapped until all are read.
+    in `dtype`, and of a folder the same tensor in its file, which is mapped meanwhile.
     """
 
     config: ModelConfig
@@ -192,7 +192,7 @@ def inspect_checkpoint(
         context_tokens=context,
         kv_context_bytes=layout.sequence_bytes(context),
         computed=_computed(config),
-        reading_bytes=largest + (0 if is_gguf(path) else file_bytes),
+        reading_bytes=largest * (1 if is_gguf(path) else 2),
         picture_bytes=encoder_elements(Path(path)) * ELEMENT_BYTES[chosen],
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_size,
@@ -207,7 +207,7 @@ def _loaded(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str,
     """Return the tensors that engines load: not those of layers for drafting, nor what chooses keys of attention."""
     if config.decoder.other:
         return dict(tensors)
-    begin, layers = names_of(config.architecture).layer.partition("{index}")[0], len(config.decoder.every)
+    begin, layers = names_of(config.architecture).layer.partition("{index}")[0], config.decoder.stored_layers
 
     def further(name: str) -> bool:
         index = name.removeprefix(begin).partition(".")[0] if name.startswith(begin) else ""

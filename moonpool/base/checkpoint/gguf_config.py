@@ -138,7 +138,7 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
         unlike = isinstance(inner, list) and "feed_forward_length" not in family.gguf.keys.values()
         if unlike and len(set(inner)) != 1:
             raise UnsupportedModel(f"{name}.feed_forward_length", "layers of different widths are not supported")
-        found["intermediate_size"] = inner[0] if isinstance(inner, list) and inner else inner
+        found["intermediate_size"] = max(inner) if isinstance(inner, list) and inner else inner
         JsonFields(found, fields.source).positive("intermediate_size")
     else:  # files whose layers all have experts may give only the experts' width
         found["intermediate_size"] = fields.positive(f"{name}.expert_feed_forward_length")

@@ -35,11 +35,9 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     family = FAMILIES[config.architecture]
     assert family.gguf is not None
     paired = config.head_dim if family.gguf.paired_rows else 0
-    index: dict[str, TensorInfo] = {}
+    index, layers = dict[str, TensorInfo](), config.decoder.stored_layers
     for name, tensor in file.tensors.items():
-        if name in (ROPE_DIVISORS, *LONGROPE_FACTORS) or (
-            family.gguf.further_layers and _layer(name) >= config.num_layers
-        ):
+        if name in (ROPE_DIVISORS, *LONGROPE_FACTORS) or (family.gguf.further_layers and _layer(name) >= layers):
             continue
         ours, leaf = translated(name, family)
         row = leaf == "exp_probs_b" and family.names.correction_row

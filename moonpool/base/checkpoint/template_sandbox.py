@@ -1,4 +1,4 @@
-"""Where chat templates run: jinja2's sandbox, with what transformers gives to templates, and with bounds on memory.
+"""Where chat templates run: jinja2's sandbox, with what transformers gives to templates, and bounds of memory and time.
 
 A template is a file of somebody else's. The sandbox refuses access to Python's internals and changes to arguments, so a
 template can only compute text; the bounds here end a template that would compute too much of it.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -37,6 +38,12 @@ _BOUND_FILTERS = ("batch", "center", "format", "indent", "join", "replace", "sli
 _NO_FILTERS, _NO_GLOBALS = ("pprint", "xmlattr"), ("lipsum",)
 _GENERATED = {"generation"}
 _MARKS_ESCAPED = re.compile(r"\\\\|\\u(e[0-9a-f]{3}|f[0-8][0-9a-f]{2})")
+MAX_SECONDS = 10.0
+"""Of a processor, for a rendering: templates of long conversations take a hundredth of this."""
+_STEPS = 256
+"""Calls and turns of loops between two looks at the time."""
+_STEP_FILTER = "moonpool_step"
+"""Counts a turn of a loop; a template that uses the filter counts once more."""
 _spent = threading.local()
 
 
@@ -46,7 +53,25 @@ class TooLargeError(TemplateError):
 
 def begin_rendering() -> None:
     """Count what a rendering makes from zero; on the thread that renders."""
-    _spent.made = 0
+    _spent.made = _spent.steps = 0
+    _spent.began = time.thread_time()
+
+
+def _step() -> None:
+    """Count a call or a turn of a loop.
+
+    Raises:
+        TooLargeError: the rendering takes too long.
+    """
+    _spent.steps = steps = getattr(_spent, "steps", 0) + 1
+    if not steps % _STEPS and time.thread_time() - getattr(_spent, "began", 0.0) > MAX_SECONDS:
+        raise TooLargeError(f"it computes for more than {MAX_SECONDS:g} s")
+
+
+@pass_context  # else jinja2 would compute the filter once, when the template is compiled
+def _step_filter(_context: Context, value: Any) -> Any:
+    _step()
+    return value
 
 
 def bounded_text(parts: Iterable[str]) -> str:
@@ -112,6 +137,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for name in _BOUND_FILTERS:
             self.filters[name] = _bound_filter(name, self.filters[name])
         self.filters["tojson"] = _tojson
+        self.filters[_STEP_FILTER] = _step_filter
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
@@ -133,6 +159,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2's
         """Call a function or a method, unless what it makes is too large."""
+        _step()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps methods that format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
@@ -146,12 +173,21 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Write `a ~ b` as a sum of texts, which is an operator with a bound."""
-        parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
+        """Write `a ~ b` as a sum of texts, which is an operator with a bound, and let loops count their turns."""
+        parsed: nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
         return parsed
 
 
-class _Concatenations(NodeTransformer):
+class _Bounds(NodeTransformer):
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802  # the name that jinja2 looks for
+        self.generic_visit(node)
+        assert node.environment is not None
+        step = nodes.Filter(nodes.Const(0), _STEP_FILTER, [], [], None, None, lineno=node.lineno)
+        counted = nodes.ExprStmt(step, lineno=node.lineno)
+        counted.set_environment(node.environment)
+        node.body.insert(0, counted)
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802  # the name that jinja2 looks for
         whole, *others = [
             nodes.Filter(self.visit(part), "string", [], [], None, None, lineno=part.lineno) for part in node.nodes

@@ -24,6 +24,7 @@ from moonpool.base.errors import CheckpointError, InvalidRequest
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, so at most 3 tokens wait for the character's end; more is text that will never be
 # valid.
+_MAX_WINDOW_TOKENS = 16
 _MAX_HELD_TOKENS = 32
 _FEW_TOKENS = 256
 _PIECE_CHARS = 1 << 14
@@ -109,7 +110,7 @@ def _read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"chat template: cannot read {file}: {error}") from None
+        raise CheckpointError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 class Tokenizer:
@@ -408,12 +409,12 @@ class Detokenizer:
         return new
 
     def _shift(self) -> None:
-        """Drop from the window all but the newest final tokens."""
+        """All tokens are final. Drop from a long window all but the newest of them."""
         kept = self._window[self._read :]
-        if kept:
+        if kept and len(self._window) >= _MAX_WINDOW_TOKENS:
             self._window = kept
-            self._read = len(kept)
             self._shown = len(self._decode(kept))
+        self._read = len(self._window)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)

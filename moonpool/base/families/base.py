@@ -117,6 +117,9 @@ class TensorNames:
     shared_gate_up: str = ""
     """Gates and ups of the shared network where they are one tensor."""
     shared_weight: str = "mlp.shared_expert_gate"
+    to_experts: str = "mlp.fc1_latent_proj"
+    """What projects to `ExpertsSpec.latent_width`, and back."""
+    from_experts: str = "mlp.fc2_latent_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

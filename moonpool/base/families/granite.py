@@ -67,9 +67,18 @@ def _windows(fields: JsonFields, decoder: DecoderSpec) -> DecoderSpec:
     return windowed(fields, decoder, layer_kinds(fields, layers, pattern))
 
 
-def _hybrid_decoder(fields: JsonFields) -> DecoderSpec:
-    if fields.get("time_step_limit") not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+def refuse_step_limits(fields: JsonFields) -> None:
+    """Refuse bounds of Mamba's steps that bound anything."""
+    given = fields.get("time_step_limit")
+    infinite = (float("inf"), {"__float__": "Infinity"}, "Infinity")
+    if given is not None and not (
+        isinstance(given, list) and len(given) == 2 and given[0] == 0 and given[1] in infinite
+    ):
         raise UnsupportedModel("time_step_limit", "bounds of Mamba's steps are not supported")
+
+
+def _hybrid_decoder(fields: JsonFields) -> DecoderSpec:
+    refuse_step_limits(fields)
     decoder, shared = _decoder(fields), fields.positive("shared_intermediate_size")
     experts = None
     if fields.get("num_local_experts"):
@@ -116,7 +125,7 @@ _EXPERT_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
-_MAMBA_KEYS = {
+MAMBA_KEYS = {
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_state": "ssm.state_size",
@@ -228,7 +237,7 @@ GRANITE_HYBRID = ModelFamily(
         paired_rows=True,
         keys={
             **_EXPERT_KEYS,
-            **_MAMBA_KEYS,
+            **MAMBA_KEYS,
             "listed_kv_heads": "attention.head_count_kv",
             "rotated": "rope.scaling.finetuned",
         },

@@ -16,6 +16,8 @@ FALLBACK = "transformers' own modelling code"
 """Why torch computes the layers of an architecture that no family describes."""
 NATIVE_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
+GPU_HEAD_DIM = 256
+"""`MAX_HEAD_DIM` of `moonpool.engine.kernels.triton`."""
 NATIVE_CHOSEN = 64
 """`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
@@ -143,6 +145,10 @@ class AttentionSpec:
     """Index of the layer whose keys and values attention reads; the layer has none of its own."""
     output_gate: bool = False
     """Attention's result is multiplied with the sigmoid of a gate, which lies behind each head's query."""
+    value_width: int = 0
+    """Elements of a head's values, fewer than `head_dim`: the pool has zeros behind them; 0: `head_dim`."""
+    value_factor: float = 0.0
+    """Factor on values; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +186,12 @@ class RecurrentSpec:
     """Whether that norm's input is gated, instead of its result."""
     in_turn: bool = False
     """Whether heads of keys serve heads of values in turn: value head h has key head h % key_heads."""
+    input_factors: tuple[float, ...] = ()
+    """Factors on what the projection gives, of "mamba2": gates, values, keys, queries, steps; (): none."""
+    output_factor: float = 0.0
+    """Factor on the result; 0: none."""
+    without_norm: bool = False
+    """Whether the result of "mamba2" is gated and has no norm."""
     decay_stored: bool = False
     """Whether the checkpoint has the decay itself, instead of the logarithm of its negative."""
 
@@ -228,6 +240,8 @@ class ExpertsSpec:
     """Whether the weights multiply the experts' inputs instead of their outputs."""
     shared_gate: bool = False
     """Whether that network's output is weighted by a sigmoid of a stored projection."""
+    latent_width: int = 0
+    """Width to which the experts' input is projected, and from which their sum is projected back; 0: as the layer."""
     beside: bool = False
     """Whether they stand beside the layer's dense network, each with norms (Gemma 4): they read the sum before the
     feed-forward part, the router behind a norm without weight and times a stored factor of each element, divided by
@@ -240,6 +254,7 @@ class FeedForwardSpec:
     """One layer's feed-forward part: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
     inner: int
+    """Width inside; 0: the layer has no such part."""
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
@@ -248,6 +263,10 @@ class FeedForwardSpec:
     """For "clamped_swiglu" (gpt-oss): gates are at most this number, ups within this number on both sides."""
     alpha: float = 1.702
     """Of "clamped_swiglu": (up + 1) * gate * sigmoid(alpha * gate)."""
+    gate_factor: float = 0.0
+    """Factor on gates before the activation; 0: none."""
+    output_factor: float = 0.0
+    """Factor on the result; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +297,12 @@ class LayerSpec:
     """
     recurrent: RecurrentSpec | None = None
     """What stands in place of attention, of which only the shape of other layers' KV counts then."""
+    beside: bool = False
+    """Whether attention reads what the part of the layer before reads, instead of that layer's result (Falcon-H1)."""
+    stored_at: tuple[int, int] | None = None
+    """Indices in the checkpoint of the layers with the part over tokens and with the feed-forward part; None: both are
+    the layer's own.
+    """
 
     def with_attention(self, **changes: Any) -> LayerSpec:
         """Return this layer with some attention fields replaced."""
@@ -298,6 +323,10 @@ class LayerSpec:
         found = (self.attention_norm, self.attention_out_norm, self.feed_forward_norm, self.feed_forward_out_norm)
         reasons = (
             ("a recurrent state", self.recurrent is not None),
+            ("no feed-forward part", not inner.inner),
+            ("attention beside the layer before", self.beside),
+            ("values with a factor or another width", bool(attention.value_width or attention.value_factor)),
+            ("a factor on gates or results", bool(inner.gate_factor or inner.output_factor)),
             ("another norm", not self.norm.plain or found != places),
             ("latent attention", attention.latent is not None),
             ("a sliding window", attention.window is not None),
@@ -359,6 +388,11 @@ class DecoderSpec:
         return any(layer.recurrent is not None for layer in self.layers)
 
     @property
+    def stored_layers(self) -> int:
+        """Layers of the checkpoint."""
+        return 1 + max(max(layer.stored_at or (index,)) for index, layer in enumerate(self.every))
+
+    @property
     def whole_layer(self) -> int | None:
         """The layer whose KV is kept for all tokens though the layer has a window; None if another layer's is kept.
 
@@ -383,9 +417,27 @@ class DecoderSpec:
             ),
             ("experts beside a dense network", experts is not None and experts.beside),
             ("experts with weighted inputs", experts is not None and experts.weighted_inputs),
+            ("experts of another width", experts is not None and bool(experts.latent_width)),
             ("too many experts for a row", experts is not None and experts.chosen > NATIVE_CHOSEN),
         )
         return self._not_plain_layer(spec) or next((word for word, found in reasons if found), "")
+
+    @property
+    def not_captured(self) -> str:
+        """Why a decode step cannot be a graph of a device, in a few words; "" if it can.
+
+        These layers look at a device's tensors between launches.
+        """
+        reasons = (
+            (FALLBACK, bool(self.other)),
+            ("a recurrent state", self.recurrent),
+            ("latent attention", any(layer.attention.latent is not None for layer in self.every)),
+            (
+                f"heads of more than {GPU_HEAD_DIM} elements",
+                any(layer.attention.head_dim > GPU_HEAD_DIM for layer in self.every),
+            ),
+        )
+        return next((word for word, found in reasons if found), "")
 
     @property
     def not_plain(self) -> str:

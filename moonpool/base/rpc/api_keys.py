@@ -131,7 +131,7 @@ class ApiKeys:
             self._watched = WatchedFiles([path], clock)
             self._file = self._read()
         except (OSError, ValueError) as error:
-            raise ConfigError("api_keys", f"{path}: {error}") from error
+            raise ConfigError("api_keys", f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
     def tenant(self, key: str) -> str:
         """A key's tenant.

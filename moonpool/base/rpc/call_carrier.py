@@ -18,7 +18,7 @@ import grpc.aio
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.rpc import messages
-from moonpool.base.rpc.carried_calls import FRAME_BYTES, FRAME_PARTS, WINDOW
+from moonpool.base.rpc.carried_calls import FRAME_BYTES, FRAME_PARTS, WINDOW, weight
 from moonpool.base.rpc.errors import DETAIL_KEY
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.v1 import calls_pb2
@@ -162,7 +162,7 @@ class _CallCarrier:
         return call
 
     def was_read(self, number: int, count: int) -> None:
-        """So many messages of a call have been read."""
+        """Messages of a call have been read, of so much weight."""
         self._frame(1).read.add(call=number, messages=count)
 
     def cancel(self, number: int) -> None:
@@ -322,11 +322,12 @@ class CarriedCall:
                 self._check()
                 return grpc.aio.EOF
             await self._changed()
-        self._read += 1
-        if self._read == WINDOW // 2 and self._status is None:
+        data = self._messages.popleft()
+        self._read += weight(data)
+        if self._read >= WINDOW // 2 and self._status is None:
             self._carrier.was_read(self._number, self._read)
             self._read = 0
-        return self._decoded(self._messages.popleft())
+        return self._decoded(data)
 
     def __aiter__(self) -> Self:
         return self

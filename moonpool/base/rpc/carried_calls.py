@@ -19,17 +19,25 @@ import grpc.aio
 from moonpool.base.errors import Unavailable
 from moonpool.base.rpc.errors import DETAIL_KEY
 from moonpool.base.rpc.messages import MESSAGE_BYTES
+from moonpool.base.rpc.stream_writes import MessageSource
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.v1 import calls_pb2
 
 log = get_logger(__name__)
-WINDOW = 16
-"""Messages of a call that the client has not read; then the method's next write waits."""
+WINDOW = 64
+"""Messages of a call, by their weight, that the client has not read; then the method's next write waits."""
+WEIGHT_BYTES = 4 << 10
+"""A message counts once more for so many bytes."""
 FRAME_BYTES = 256 << 10
 FRAME_PARTS = 1024
 """Bounds of what one message gathers: beyond, the rest is the next message."""
 MAX_MESSAGE_BYTES = MESSAGE_BYTES - 1024
 """Longest message that fits with what is around."""
+
+
+def weight(message: bytes) -> int:
+    """What a message takes of the call's window."""
+    return 1 + len(message) // WEIGHT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,8 @@ class _Carrier:
         """Messages to write; the last grows."""
         self._frame_bytes = 0
         self._wake: asyncio.Future[None] | None = None
+        self._fed: dict[_CarriedContext, None] = {}
+        """Calls that have messages to take."""
         self._closing = False
         self._over: asyncio.Future[None] = self._loop.create_future()
 
@@ -99,7 +109,7 @@ class _Carrier:
                 call.task.cancel()
             reading.cancel()
             if self._over.done() and not writing.done():
-                self._end_writing()
+                self._wake_writer()
             else:
                 writing.cancel()
             ended = await asyncio.gather(
@@ -161,22 +171,30 @@ class _Carrier:
             self._frame_bytes = 0
         self._frames[-1].parts.add(call=number, message=message, end=end)
         self._frame_bytes += nbytes + 1
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self._wake_writer()
+
+    def has_messages(self, call: _CarriedContext) -> None:
+        """A call has messages, which are taken when the next message is made."""
+        self._fed[call] = None
+        self._wake_writer()
 
     async def _write(self) -> None:
         write = self.context.bare_write
         while True:
-            while self._frame_bytes:
+            while self._frame_bytes or self._fed:
+                fed, self._fed = self._fed, {}
+                for call in fed:
+                    call.take()
                 frames, self._frames, self._frame_bytes = self._frames, [calls_pb2.CarryResponse()], 0
                 for frame in frames:
-                    await write(frame)
+                    if frame.parts:
+                        await write(frame)
             if self._over.done():
                 return
             self._wake = self._loop.create_future()
             await self._wake
 
-    def _end_writing(self) -> None:
+    def _wake_writer(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -191,11 +209,12 @@ class _CarriedContext:
         self._metadata = tuple([(pair.key, pair.value) for pair in begun.metadata])
         self._unread = 0
         self._room: asyncio.Future[None] | None = None
+        self._source: MessageSource[Any] | None = None
+        self._fed: asyncio.Future[None] | None = None
         self._status: tuple[grpc.StatusCode, str, bytes] = grpc.StatusCode.OK, "", b""
         self._left = False
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + begun.timeout_s if begun.timeout_s else None
-        self.bare_write = self.write
         self.task = loop.create_task(self._run(begun.request))
         self._timer = loop.call_at(self._deadline, self.left) if self._deadline is not None else None
         self.task.add_done_callback(self._done)
@@ -206,8 +225,10 @@ class _CarriedContext:
         self.task.cancel()
 
     def was_read(self, messages: int) -> None:
-        """The client has read so many messages more."""
+        """The client has read messages of so much weight."""
         self._unread -= messages
+        if self._source is not None:
+            self._carrier.has_messages(self)
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -254,7 +275,40 @@ class _CarriedContext:
         while self._unread >= WINDOW:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
-        self._unread += 1
+        self._send(data)
+
+    @property
+    def bare_write(self) -> Callable[[Any], Awaitable[None]]:
+        """As `write`: a write of a carried call is never half done."""
+        return self.write
+
+    async def feed(self, source: MessageSource[Any]) -> None:
+        """Send what a source gives, until its end. Messages are taken when they are sent; as `write_all`."""
+        self._source, self._fed = source, asyncio.get_running_loop().create_future()
+        source.listen(lambda: self._carrier.has_messages(self))
+        try:
+            await self._fed
+        finally:
+            self._source = None
+
+    def take(self) -> None:
+        """Take messages of the source: those for which the client has room."""
+        source, fed = self._source, self._fed
+        if source is None or fed is None or fed.done():
+            return
+        try:
+            while self._unread < WINDOW:
+                message = source.take()
+                if message is None:
+                    if source.over():
+                        fed.set_result(None)
+                    return
+                self._send(self._encoded(message))
+        except Exception as error:
+            fed.set_exception(error)
+
+    def _send(self, data: bytes) -> None:
+        self._unread += weight(data)
         self._carrier.post(self._number, data, None)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:

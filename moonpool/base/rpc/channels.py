@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -36,6 +36,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 OLD_S = 3600.0
 """Calls may continue for this long over a connection after certificates have changed."""
 Metadata = tuple[tuple[str, str], ...]
+StubT = TypeVar("StubT")
 
 
 def open_channel(address: str, tls: Tls | None = None, *, carries: bool = False) -> grpc.aio.Channel:
@@ -199,6 +200,7 @@ class Channels:
         self._carries = carries
         self._generation = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[tuple[str, Any], tuple[grpc.aio.Channel, Any]] = {}  # by address and kind
         self._ending: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._closed = False
 
@@ -224,6 +226,19 @@ class Channels:
             channel = self._channels[address] = open_channel(address, self._tls, carries=self._carries)
         return channel
 
+    def stub(self, address: str, make: Callable[[grpc.aio.Channel], StubT]) -> StubT:
+        """A generated stub, as `make`, on the channel to `address`; one for all calls.
+
+        Raises:
+            Unavailable: the channels are closed.
+        """
+        channel = self.get(address)
+        known = self._stubs.get((address, make))
+        if known is None or known[0] is not channel:
+            known = self._stubs[address, make] = channel, make(channel)
+        stub: StubT = known[1]
+        return stub
+
     def _renew(self) -> None:
         """Put channels aside that were made with certificates that have changed since."""
         if self._tls is None:
@@ -232,6 +247,7 @@ class Channels:
         if self._generation != self._tls.generation:
             self._generation = self._tls.generation
             old, self._channels = self._channels, {}
+            self._stubs.clear()
             for channel in old.values():
                 ending = asyncio.ensure_future(channel.close(OLD_S))
                 self._ending[ending] = channel
@@ -248,6 +264,8 @@ class Channels:
     async def drop(self, address: str) -> None:
         """Close the channel to `address`, if there is one; open calls are cancelled."""
         channel = self._channels.pop(address, None)
+        for key in [key for key in self._stubs if key[0] == address]:
+            del self._stubs[key]
         if channel is not None:
             await channel.close()
 

@@ -97,6 +97,7 @@ def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
         return Internal(f"a call failed: {error!r}")
     code: grpc.StatusCode = error.code()
     text: str = _UNREACHED.sub(r"cannot connect to \1: ", error.details() or code.name)
+    text = _UNKNOWN_HOST.sub(r"cannot connect to \1: no address of this name is known", text)
     detail = _detail(error.trailing_metadata() or ())
     if detail is None:
         return _from_bare_code(code, text)
@@ -122,6 +123,8 @@ _UNREACHED = re.compile(
     r"failed to connect to all addresses; last error: \w+: ipv[46]:(\S+): (?:Failed to connect to remote host: )?"
 )
 """gRPC's words if no server listens at an address."""
+_UNKNOWN_HOST = re.compile(r"(?:errors resolving|DNS resolution failed for) ([^\s:]+).*", re.DOTALL)
+"""Its words if a name has no address."""
 _BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
     grpc.StatusCode.UNAVAILABLE: Unavailable,

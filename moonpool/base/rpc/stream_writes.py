@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 CANCEL_GRACE_S = 2.0
 T = TypeVar("T")
+Message = TypeVar("Message", covariant=True)
 
 
 async def write_whole(write: Callable[[Any], Awaitable[None]], message: Any, stall_s: float | None = None) -> None:
@@ -48,6 +49,35 @@ def bare_write(context: Any) -> Callable[[Any], Awaitable[None]]:
     """The stream's gRPC write, which takes less time: for `write_each`, which never cancels a write early."""
     write: Callable[[Any], Awaitable[None]] = context.bare_write
     return write
+
+
+class MessageSource(Protocol[Message]):
+    """What a stream's messages come from, for `write_all`."""
+
+    def listen(self, news: Callable[[], object]) -> None:
+        """Call `news` now and whenever `take` may have something, or the source has ended."""
+
+    def take(self) -> Message | None:
+        """Return the next message, None if there is none now."""
+
+    def over(self) -> bool:
+        """Return whether nothing more comes; raises how the source has failed."""
+
+    async def next(self) -> Message | None:
+        """Wait for the next message; None after the last."""
+
+
+async def write_all(context: Any, source: MessageSource[Any]) -> None:
+    """Write what a source gives, until its end; as `write_whole` for each message.
+
+    A call that is carried takes messages only when they are sent with those of other calls, so that the source may
+    merge what comes in between.
+
+    Raises:
+        Exception: How the source or a write has failed.
+    """
+    feed: Callable[[MessageSource[Any]], Awaitable[None]] | None = getattr(context, "feed", None)
+    await (write_each(bare_write(context), source.next) if feed is None else feed(source))
 
 
 async def write_each(

@@ -2,7 +2,8 @@
 
 The server has a thread and an event loop of its own. A scrape or a probe never competes with the service's calls for a
 listener, and a client that sends nothing costs a socket, not a thread. Connections are bounded in number and in time,
-so that nobody who reaches the port takes the process's descriptors.
+so that nobody who reaches the port takes the process's descriptors; the oldest makes room for a new one, so that nobody
+keeps probes out by connections that say nothing.
 """
 
 import asyncio
@@ -50,7 +51,8 @@ class MetricsServer:
     def __init__(self, listen: str, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
         self._loop = asyncio.new_event_loop()
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], None] = {}
+        """The oldest first."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="metrics", daemon=True)
         host, port = parse_address(listen)
         starting = asyncio.start_server(self._connected, host, port, limit=MAX_HEAD_BYTES)
@@ -83,9 +85,10 @@ class MetricsServer:
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._connections.add(task)
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
+        self._connections[task] = None
         try:
             with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
                 async with asyncio.timeout(REQUEST_S) as limit:
@@ -97,7 +100,7 @@ class MetricsServer:
                     await writer.wait_closed()
         finally:
             writer.transport.abort()
-            self._connections.discard(task)
+            self._connections.pop(task, None)
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, Answer]:
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.engine.kernels.plan import AttentionPlan
+from moonpool.engine.kernels.to_device import send_to_device, send_together
 
 LayersKV = Tensor | Sequence[Tensor]
 """A stage's KV, by layer [blocks, kv_heads, planes, block_size, head_dim]: one tensor for equal layers, else a tensor
@@ -69,12 +70,23 @@ class PackedBatch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
     per_layer: Tensor | None = None  # [T, layers, n], tokens' embeddings for each layer
+    normed: Tensor | None = None  # [T, hidden], what the part of a layer reads beside which the next one's stands
     spans: Any = None  # of recurrent layers: `moonpool.engine.models.recurrent.state_spans`
+    source: PackedBatch | None = None  # the batch on the host that this is a copy of; None: this is no copy
+
+    @property
+    def host(self) -> PackedBatch:
+        """The same batch on the host: looking at a tensor of a device would wait for the device."""
+        return self if self.source is None else self.source
 
     @property
     def num_tokens(self) -> int:
         """T, the number of rows."""
         return self.token_ids.shape[0]
+
+    def last_of(self, hidden: Tensor, sequences: Sequence[int]) -> Tensor:
+        """Return the rows of `hidden` [T, n] that are the sequences' last, [R, n]."""
+        return hidden.index_select(0, send_to_device(self.host.last_rows[list(sequences)], hidden.device))
 
     @classmethod
     def build(
@@ -164,17 +176,17 @@ class PackedBatch:
         return filled
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Return the same batch on another device."""
-        names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
-        moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
-        slots = moved["block_tables"], moved["block_ids"]
-        if self.slot_of is not None:
-            slots = self.slot_tables.to(device), self.slot_ids.to(device)
-        batch = PackedBatch(**moved, block_size=self.block_size, slot_tables=slots[0], slot_ids=slots[1])
+        """Return the same batch on another device, by one copy for the stream that is set."""
+        names = ["token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets"]
+        names += ["last_rows", *(("slot_tables", "slot_ids") if self.slot_of is not None else ())]
+        turned = self.rope_positions is not None and self.rope_shifts is not None
+        names += ["rope_positions", "rope_shifts"] if turned else []
+        sent = send_together([getattr(self, name) for name in names], device)
+        moved: dict[str, Any] = dict(zip(names, sent, strict=True))
+        slots = {"slot_tables": moved["block_tables"], "slot_ids": moved["block_ids"]}
+        batch = PackedBatch(**(slots | moved), block_size=self.block_size)
         batch.loras = None if self.loras is None else self.loras.to(self.query_start, device)
-        if self.rope_positions is not None and self.rope_shifts is not None:
-            batch.rope_positions, batch.rope_shifts = self.rope_positions.to(device), self.rope_shifts.to(device)
-        batch.pictures = self.pictures
+        batch.pictures, batch.source = self.pictures, self
         return batch
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:

@@ -34,11 +34,14 @@ class MixtureOfExperts:
     shared_gate: Linear | None  # hidden to 1
     factors: Tensor | None = None  # [count] float32: of each expert's weight
     matrices: tuple[ExpertMatrices, ExpertMatrices] | None = None  # gates and ups, and downs, as Triton takes them
+    to_experts: Linear | None = None  # hidden to the experts' width, if that is another
+    from_experts: Linear | None = None  # back
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
-        parts = (self.router, self.correction, *self.experts, self.shared, self.shared_gate, self.factors)
+        ends = (self.to_experts, self.from_experts)
+        parts = (self.router, self.correction, *self.experts, self.shared, self.shared_gate, self.factors, *ends)
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x: Tensor, *, deterministic: bool, routed: Tensor | None = None) -> Tensor:
@@ -48,10 +51,13 @@ class MixtureOfExperts:
         """
         logits = self.router((x if routed is None else routed).float(), deterministic=deterministic)
         weights, chosen = self._route(logits, deterministic=deterministic)
+        taken = x if self.to_experts is None else self.to_experts(x, deterministic=deterministic)
         if self.matrices is None:
-            out = self._by_expert(x, weights, chosen, deterministic=deterministic)
+            out = self._by_expert(taken, weights, chosen, deterministic=deterministic)
         else:
-            out = self._together(x, weights, chosen, self.matrices, deterministic=deterministic)
+            out = self._together(taken, weights, chosen, self.matrices, deterministic=deterministic)
+        if self.from_experts is not None:
+            out = self.from_experts(out, deterministic=deterministic)
         if self.shared is not None:
             beside = self.shared(x, deterministic=deterministic)
             if self.shared_gate is not None:

@@ -90,12 +90,13 @@ class FeedForward:
         inner = self.gate_up(x, deterministic=deterministic)
         if not self.gate_up.gated:
             inner = activate(self.spec, inner, deterministic=deterministic)
-        return self.down(inner, deterministic=deterministic)
+        result = self.down(inner, deterministic=deterministic)
+        return result.mul_(self.spec.output_factor) if self.spec.output_factor else result
 
 
 def fused_gate(spec: FeedForwardSpec) -> bool:
     """Tell whether the product of gates and ups also computes the activation."""
-    return spec.gated and spec.activation == "silu"
+    return spec.gated and spec.activation == "silu" and not spec.gate_factor
 
 
 def activate(spec: FeedForwardSpec, inner: Tensor, *, deterministic: bool) -> Tensor:
@@ -108,4 +109,5 @@ def activate(spec: FeedForwardSpec, inner: Tensor, *, deterministic: bool) -> Te
     if not spec.gated:
         return elementwise(function, inner, deterministic=deterministic)
     gate, up = inner.chunk(2, dim=-1)
+    gate = gate * spec.gate_factor if spec.gate_factor else gate
     return elementwise(function, gate, deterministic=deterministic) * up

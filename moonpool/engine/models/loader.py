@@ -115,7 +115,7 @@ def load_stage(
     decoder = config.decoder
     _check_whole(config, layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
-        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
+        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device))
         first, last = layer_begin == 0, layer_end == config.num_layers
         generates = config.generates
         config = _as_tied(config, reader) if generates else replace(config, tie_word_embeddings=False)
@@ -206,8 +206,9 @@ def _check_whole(config: ModelConfig, layers: int) -> None:
     Raises:
         UnsupportedModel: the model's layers must be one stage; names the setting.
     """
-    if (config.decoder.tail or config.decoder.per_layer_rows) and layers < config.num_layers:
-        why = f"not for {config.architecture}, whose layers read embeddings of their own and other layers' KV"
+    joined = config.decoder.tail or config.decoder.per_layer_rows or any(each.beside for each in config.decoder.layers)
+    if joined and layers < config.num_layers:
+        why = f"not for {config.architecture}, whose layers read embeddings of their own, or what other layers have"
         raise UnsupportedModel("pipeline_parallel_size", why)
 
 
@@ -388,7 +389,7 @@ class _LayerReader:
             self._attention(),
             self._norm("attention_out_norm"),
             self._norm("feed_forward_norm"),
-            self._feed_forward_part(),
+            self._feed_forward_part() if spec.feed_forward.inner else None,
             self._norm("feed_forward_out_norm"),
             self._optional("scalar"),
             self._per_layer() if spec.per_layer else None,
@@ -502,6 +503,8 @@ class _LayerReader:
             else None,
             None if factors is None else factors.float(),
             expert_matrices(experts),
+            self._linear("to_experts") if spec.latent_width else None,
+            self._linear("from_experts") if spec.latent_width else None,
         )
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
@@ -524,15 +527,14 @@ class _LayerReader:
             if found:
                 return found
         packed = self._reader.packed_experts(stored)
-        weights = self._reader.read(stored) if packed is None else None
-        for expert in range(count):
+        counts = None if packed is not None else self._reader.counts(stored)
+        for expert, weight in enumerate(self._reader.each(stored) if packed is None else packed):
             bias = None if biases is None else biases[expert]
-            if packed is not None:
-                found.append(self._kept(packed[expert], bias, gated=gated))
-            elif weights is not None:
-                counts = self._reader.counts(stored)
+            if isinstance(weight, Tensor):
                 own = None if counts is None else counts[expert]
-                found.append(self._packed(weights[expert], bias, own, gated=gated))
+                found.append(self._packed(weight, bias, own, gated=gated))
+            else:
+                found.append(self._kept(weight, bias, gated=gated))
         return found
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:

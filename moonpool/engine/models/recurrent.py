@@ -44,8 +44,9 @@ class StateSpan:
 def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
     """Return each sequence's spans in a batch."""
     size, found = batch.block_size, list[list[StateSpan]]()
-    starts, tables = batch.query_start.tolist(), batch.slot_tables.tolist()
-    positions, written = batch.positions.tolist(), batch.slot_ids.tolist()
+    host = batch.host
+    starts, tables = host.query_start.tolist(), host.slot_tables.tolist()
+    positions, written = host.positions.tolist(), host.slot_ids.tolist()
     for sequence, (first, last) in enumerate(pairwise(starts)):
         spans, begin = list[StateSpan](), first
         while begin < last:
@@ -123,7 +124,8 @@ class RecurrentWeights:
             found = torch.cat(alone)
         else:
             found = self._mixed(projected, spans, pool, undo, deterministic=False)
-        return self.output(found, deterministic=deterministic)
+        result = self.output(found, deterministic=deterministic)
+        return result.mul_(self.spec.output_factor) if self.spec.output_factor else result
 
     def _mixed(
         self,
@@ -207,8 +209,10 @@ class RecurrentWeights:
     def _gated(self, found: Tensor, gate: Tensor) -> Tensor:
         """Return results [T, n] with their gates and the norm."""
         spec = self.spec
-        if self.norm is None:
+        if spec.kind == "short_conv":
             return gate * found
+        if self.norm is None:
+            return (found.float() * functional.silu(gate.float())).to(found.dtype)
         if spec.gate_first:
             wide = found.float() * functional.silu(gate.float())
             groups = torch.unflatten(wide, 1, (spec.key_heads, -1))
@@ -242,6 +246,11 @@ class _Inputs:
         assert weights.decay is not None
         assert weights.step_bias is not None
         if spec.kind == "mamba2":
+            if spec.input_factors:
+                keys = spec.key_heads * spec.key_dim
+                counts = torch.tensor([values, values, keys, keys, spec.heads], device=projected.device)
+                factors = torch.tensor(spec.input_factors, dtype=projected.dtype, device=projected.device)
+                projected = projected * factors.repeat_interleave(counts)
             gate, mixed, step = torch.split(projected, [values, channels, spec.heads], dim=1)
             step = functional.softplus(step.float() + weights.step_bias)
             return cls(mixed, gate, weights.decay * step, step)

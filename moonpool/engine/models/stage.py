@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.families.spec import AttentionSpec, LayerSpec
@@ -319,7 +320,7 @@ class StageModel:
             batch: the step.
             indices: sequences whose last prompt token is in the step.
         """
-        return self.pooling_head(self.normed(hidden[batch.last_rows[list(indices)]]))
+        return self.pooling_head(self.normed(batch.last_of(hidden, indices)))
 
     @in_inference_mode
     def native_run(
@@ -389,12 +390,15 @@ class StageModel:
         spec = weights.spec
         if index == self._whole_layer:
             batch = batch.without_slots()
-        normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
+        normed = _read(weights, hidden, batch)
         added = self._total(self._over_tokens(weights, normed, batch, kv, scales))
         if weights.attention_out_norm is not None:
             added = weights.attention_out_norm(added)
         if spec.residual_factor != 1.0:
             added = added * spec.residual_factor
+        if weights.feed_forward is None:
+            batch.normed = normed
+            return hidden.add_(added)
         if spec.parallel:
             inner = normed if weights.feed_forward_norm is None else weights.feed_forward_norm(hidden)
             hidden = hidden + added
@@ -447,8 +451,15 @@ class StageModel:
     ) -> Tensor:
         """Project, rotate, store keys and values, attend, project back: [T, hidden] to [T, hidden]."""
         tokens, heads, kv_heads = normed.shape[0], spec.num_heads, spec.num_kv_heads
-        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, -1, spec.head_dim)
+        flat = weights.qkv(normed, deterministic=self.deterministic)
+        if spec.value_width:
+            short = flat[:, (heads + kv_heads) * spec.head_dim :].view(tokens, kv_heads, spec.value_width)
+            values = functional.pad(short, (0, spec.head_dim - spec.value_width))
+            flat = torch.cat((flat[:, : (heads + kv_heads) * spec.head_dim], values.flatten(1)), dim=1)
+        qkv = flat.view(tokens, -1, spec.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads : heads + 2 * kv_heads]
+        if spec.value_factor:
+            v = v * spec.value_factor
         if weights.v_norm is not None:
             v = weights.v_norm(v)
         if not spec.qk_norm_last:
@@ -461,6 +472,8 @@ class StageModel:
         if spec.output_gate:
             gates = qkv[:, heads + 2 * kv_heads :]
             attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
+        if spec.value_width:
+            attended = attended[..., : spec.value_width]
         return weights.output(attended.flatten(1), deterministic=self.deterministic)
 
     def _latent_attention(
@@ -559,11 +572,20 @@ class StageModel:
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
             shapes = kv, batch.num_tokens, batch.most_context
             return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
-        tables = batch.block_tables if spec.window is None else batch.slot_tables
+        host = batch.host
+        tables = host.block_tables if spec.window is None else host.slot_tables
         return make_plan(
-            kv, tables, batch.query_start, batch.context_lens,
+            kv, tables, host.query_start, host.context_lens,
             deterministic=self.deterministic, window=spec.window, chunked=spec.chunked,
         )  # fmt: skip
+
+
+def _read(weights: LayerWeights, hidden: Tensor, batch: PackedBatch) -> Tensor:
+    """Return what a layer's part over tokens reads."""
+    if weights.spec.beside:
+        assert batch.normed is not None
+        return batch.normed
+    return hidden if weights.attention_norm is None else weights.attention_norm(hidden)
 
 
 def _as_they_are(part: Tensor) -> Tensor:

@@ -76,12 +76,12 @@ def layer_tensors(
     """
     names, spec = names or FAMILIES[config.architecture].names, config.decoder.every[index]
     slots: Slots = {}
-    for slot in ("attention_norm", "attention_out_norm", "feed_forward_norm", "feed_forward_out_norm"):
+    for slot in ("attention_norm", "attention_out_norm"):
         if getattr(spec, slot):
             slots |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
     rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
     paired = rope.width if rope is not None and rope.paired else 0
-    prefix = names.layer.format(index=index)
+    prefix, inner = (names.layer.format(index=at) for at in spec.stored_at or (index, index))
     if spec.per_layer:
         slots |= _linear(names, "per_layer_gate", names.per_layer_gate, (spec.per_layer, config.hidden_size))
         slots |= _linear(names, "per_layer_output", names.per_layer_output, (config.hidden_size, spec.per_layer))
@@ -95,15 +95,19 @@ def layer_tensors(
         slots |= _latent(names, config, spec.attention, spec.attention.latent, paired, split=split)
     else:
         slots |= _attention(names, config, spec.attention, paired)
-    whole = bool(names.experts_gate_up) and has(f"{prefix}{names.experts_gate_up}")
-    if not has(f"{prefix}{names.gate_up}.weight"):
+    slots = {slot: replace(part, name=f"{prefix}{part.name}") for slot, part in slots.items()}
+    if not spec.feed_forward.inner:
+        return slots
+    whole = bool(names.experts_gate_up) and has(f"{inner}{names.experts_gate_up}")
+    if not has(f"{inner}{names.gate_up}.weight"):
         names = replace(names, gate_up="")
-    if not has(f"{prefix}{names.shared_gate_up}.weight"):
+    if not has(f"{inner}{names.shared_gate_up}.weight"):
         names = replace(names, shared_gate_up="")
-    slots |= dict(_feed_forward(names, config.hidden_size, spec, whole=whole))
-    return {
-        slot: Stored(f"{prefix}{part.name}", part.shape, part.kept_shape, part.arrange) for slot, part in slots.items()
-    }
+    network = dict(_feed_forward(names, config.hidden_size, spec, whole=whole))
+    for slot in ("feed_forward_norm", "feed_forward_out_norm"):
+        if getattr(spec, slot):
+            network |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
+    return slots | {slot: replace(part, name=f"{inner}{part.name}") for slot, part in network.items()}
 
 
 def attention_inputs(spec: AttentionSpec, tensors: Container[str]) -> str:
@@ -153,14 +157,15 @@ def projections(layer: LayerSpec, tensors: Slots) -> dict[str, str]:
 def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, paired: int) -> Slots:
     hidden, size = config.hidden_size, spec.head_dim
     q, kv = spec.num_heads * size, spec.num_kv_heads * size
+    values = spec.num_kv_heads * (spec.value_width or size)
     slots: Slots = {}
     if names.qkv:
         arrange = partial(_ungrouped, spec) if names.qkv_order == "grouped" else None
-        slots |= _linear(names, "qkv", names.qkv, (q + 2 * kv, hidden), bias=spec.qkv_bias, arrange=arrange)
+        slots |= _linear(names, "qkv", names.qkv, (q + kv + values, hidden), bias=spec.qkv_bias, arrange=arrange)
         assert not paired
     else:
         turn = partial(_unpaired, size, paired) if paired else None
-        projected = (("q", q, turn), ("k", kv, turn), ("v", kv, None))
+        projected = (("q", q, turn), ("k", kv, turn), ("v", values, None))
         for slot, rows, arrange in projected[: 1 if spec.kv_of is not None else 2 if spec.values_of_keys else 3]:
             slots |= _linear(names, slot, getattr(names, slot), (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
         if spec.output_gate:  # a head's gate lies behind the head's query
@@ -168,7 +173,8 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
                 arrange = partial(_part_of_heads, 2 * size, first, size)
                 part_slots = _linear(names, slot, names.q, (2 * q, hidden), bias=spec.qkv_bias, arrange=arrange)
                 slots |= {at: replace(part, kept_shape=(q, *part.shape[1:])) for at, part in part_slots.items()}
-    slots |= _linear(names, "output", names.output, (hidden, q), bias=spec.output_bias)
+    attended = spec.num_heads * (spec.value_width or size)
+    slots |= _linear(names, "output", names.output, (hidden, attended), bias=spec.output_bias)
     if spec.qk_norm is not None:
         normed = (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
         for slot, heads in normed[: 1 if spec.kv_of is not None else 2]:
@@ -218,7 +224,8 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec, has: Callab
         stored = (1, 1, spec.heads, 1) if fine and not spec.decay_stored else (spec.heads,)
         slots["decay"] = Stored(theirs["decay"][0], stored, (spec.heads,), torch.Tensor.flatten)
         slots["step_bias"] = _plain(theirs["step_bias"][0], (keys if fine else spec.heads,))
-        slots["norm"] = _plain(f"{theirs['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))
+        if not spec.without_norm:
+            slots["norm"] = _plain(f"{theirs['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))
     if "skip" in theirs:
         slots["skip"] = _plain(theirs["skip"][0], (spec.heads,))
     if fine:
@@ -263,7 +270,7 @@ def _latent(
 def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec, *, whole: bool) -> Iterator[tuple[str, Stored]]:
     spec = layer.feed_forward
     if spec.experts is not None:
-        yield from _experts(names, hidden, spec.experts, whole=whole).items()
+        yield from _experts(names, hidden, spec.experts, gated=spec.gated, whole=whole).items()
         if not spec.experts.beside:
             return
         for slot in ("dense_out_norm", "experts_norm", "experts_out_norm"):
@@ -277,7 +284,7 @@ def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec, *, whole: b
     yield from _linear(names, "down", names.down, (hidden, spec.inner), bias=spec.bias).items()
 
 
-def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, whole: bool) -> Slots:
+def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, gated: bool, whole: bool) -> Slots:
     slots = _linear(names, "router", names.router, (experts.count, hidden), bias=experts.router_bias)
     if experts.beside:
         slots["router_scale"] = _plain(names.router_scale, (hidden,))
@@ -285,23 +292,28 @@ def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, whole: bo
     if experts.correction:
         stored = (1, experts.count) if names.correction_row else (experts.count,)
         slots["correction"] = Stored(names.correction, stored, (experts.count,), torch.Tensor.flatten)
+    width = experts.latent_width or hidden
+    if experts.latent_width:
+        slots |= _linear(names, "to_experts", names.to_experts, (width, hidden))
+        slots |= _linear(names, "from_experts", names.from_experts, (hidden, width))
     if whole:
-        slots |= _all_experts(names, hidden, experts)
+        slots |= _all_experts(names, width, experts)
     else:
         for expert in range(experts.count):
             prefix = names.expert.format(expert=expert)
             for slot, name, shape in (
-                ("gate", names.expert_gate, (experts.inner, hidden)),
-                ("up", names.expert_up, (experts.inner, hidden)),
-                ("down", names.expert_down, (hidden, experts.inner)),
-            ):
+                ("gate", names.expert_gate, (experts.inner, width)),
+                ("up", names.expert_up, (experts.inner, width)),
+                ("down", names.expert_down, (width, experts.inner)),
+            )[0 if gated else 1 :]:
                 slots |= _linear(names, f"expert{expert}.{slot}", f"{prefix}{name}", shape, bias=experts.bias)
     if experts.shared_inner and names.shared_gate_up:
         shape = (2 * experts.shared_inner, hidden)
         slots |= _linear(names, "shared_gate_up", names.shared_gate_up, shape)
         slots |= _linear(names, "shared_down", names.shared_down, (hidden, experts.shared_inner))
     elif experts.shared_inner:
-        slots |= _linear(names, "shared_gate", names.shared_gate, (experts.shared_inner, hidden))
+        if gated:
+            slots |= _linear(names, "shared_gate", names.shared_gate, (experts.shared_inner, hidden))
         slots |= _linear(names, "shared_up", names.shared_up, (experts.shared_inner, hidden))
         slots |= _linear(names, "shared_down", names.shared_down, (hidden, experts.shared_inner))
     if experts.shared_gate:

@@ -184,7 +184,9 @@ class TransformersStage(StageModel):
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
         plan = batch.plans.get(("other", window))
         if plan is None:
-            plan = batch.plans[("other", window)] = make_plan(kv[layer], tables, starts, lengths, window=window)
+            plan = batch.plans[("other", window)] = make_plan(
+                kv[layer], batch.host.block_tables, batch.host.query_start, batch.host.context_lens, window=window
+            )
         kind = AttentionKind(window, how.get("softcap"), how.get("s_aux"))
         scale = self.config.head_dim**-0.5 if scale is None else scale
         attended = paged_attention(

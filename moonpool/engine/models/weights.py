@@ -99,7 +99,7 @@ class LayerWeights:
     attention: AttentionWeights | LatentWeights | RecurrentWeights
     attention_out_norm: Norm | None
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward | MixtureOfExperts | DenseAndExperts
+    feed_forward: FeedForward | MixtureOfExperts | DenseAndExperts | None
     feed_forward_out_norm: Norm | None
     scalar: Tensor | None = None  # [1]
     per_layer: PerLayerWeights | None = None

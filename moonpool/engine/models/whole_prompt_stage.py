@@ -125,7 +125,7 @@ class WholePromptStage(StageModel):
     def prompt_tokens(self, batch: PackedBatch, index: int) -> Tensor:
         """Return a sequence's token ids [n] int64, from the pool."""
         assert self._kv is not None
-        length = int(batch.context_lens[index])
+        length = int(batch.host.context_lens[index])
         blocks = batch.block_tables[index, : -(-length // batch.block_size)].long()
         digits = self._kv[blocks, 0, 0].flatten(0, 1)[:length].to(torch.int64)
         return (digits * WHOLE_PROMPT_BASE ** torch.arange(WHOLE_PROMPT_DIGITS, device=self.device)).sum(-1)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.base import WeightFilter
-from moonpool.engine.sampling.ops import keep_top_k, keep_top_p, send_to_device
+from moonpool.engine.sampling.ops import keep_top_k, keep_top_p
 
 
 class _LeadingTokens:

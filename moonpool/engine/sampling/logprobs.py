@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SampleSpec
-from moonpool.engine.sampling.ops import send_to_device, top
+from moonpool.engine.kernels.to_device import send_to_device
+from moonpool.engine.sampling.ops import top
 
 
 @torch.inference_mode()

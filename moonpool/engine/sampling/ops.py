@@ -15,16 +15,6 @@ from torch.nn import functional
 from moonpool.engine.kernels.choice import choose
 
 
-def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to `device`, for operations given to the device from now on.
-
-    To a GPU, the tensor goes from pinned memory: from other memory torch would wait for all earlier GPU work.
-    """
-    if device.type not in ("cpu", "meta"):
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def triton_sampling(device: torch.device) -> ModuleType | None:
     """Return `kernels.triton.sampling` where Triton samples: a few launches for about a hundred of torch's."""
     if choose("sampling", device, torch.float32) != "triton":

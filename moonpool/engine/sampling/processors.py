@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moonpool.base.sampling_params import SampleSpec
+from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.base import LogitsProcessor, TokenMask
-from moonpool.engine.sampling.ops import send_to_device
 
 _IN_PROMPT, _IN_OUTPUT = 1, 2
 """Added to a token's count for occurrences in the prompt (once for all) and for each occurrence in the output."""

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.filters import FILTERS
-from moonpool.engine.sampling.ops import RUN, running_sums, runs_of, send_to_device, triton_sampling
+from moonpool.engine.sampling.ops import RUN, running_sums, runs_of, triton_sampling
 
 _LOG2_E = 1.4426950408889634
 _LEAST_POWER = -126.0

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SampleSpec, stream_seed
+from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.base import RowChoices, TokenMask
 from moonpool.engine.sampling.logprobs import DeviceLogprobs, gather_logprobs
-from moonpool.engine.sampling.ops import send_to_device
 from moonpool.engine.sampling.processors import LogitsPipeline
 from moonpool.engine.sampling.random_sampler import RandomSampler, uniform
 

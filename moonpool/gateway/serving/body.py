@@ -82,11 +82,13 @@ class Body(BaseModel):
 
     def _parts(self) -> Iterator[tuple[str, Body | PassedOver]]:
         """Objects within this object, with their names."""
-        for name, field in type(self).model_fields.items():
-            value, shown = getattr(self, name), field.alias or name
+        for name, value in self.__dict__.items():
+            if not isinstance(value, Body | list):
+                continue
+            shown = type(self).model_fields[name].alias or name
             if isinstance(value, Body):
                 yield shown, value
-            elif isinstance(value, list) and value and isinstance(value[0], Body | PassedOver | str):
+            elif value and isinstance(value[0], Body | PassedOver | str):
                 parts = enumerate(value)  # not of numbers, which may be a million
                 yield from ((f"{shown}.{index}", part) for index, part in parts if isinstance(part, Body | PassedOver))
 

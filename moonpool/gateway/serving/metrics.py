@@ -6,6 +6,7 @@ from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -18,6 +19,7 @@ from moonpool.client import ClusterState, GenerateResult
 from moonpool.gateway.serving.served_request import ServedRequest
 
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(0, 18, 2))
+MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 ENGINE = "0"
 """vLLM numbers the engines behind a server. A gateway shows the cluster as one engine."""
 ANSWERS_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -76,6 +78,7 @@ class GatewayMetrics:
     def __init__(self, metrics: PrometheusMetrics, clock: Callable[[], float]) -> None:
         """Register in the registry of `metrics`. `clock` returns seconds."""
         self._registry = metrics.registry
+        self._models: dict[str, _OfModel] = {}
         self.http = HttpMetrics(metrics)
         self.loras = RunningLoras()
         self._registry.register(self.loras)
@@ -154,6 +157,13 @@ class GatewayMetrics:
             self.open_requests -= 1
             request_metrics.close()
 
+    def of_model(self, model: str) -> _OfModel:
+        """Return the metrics with a model's labels, by metric. Names of models are those that are served."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = _OfModel(model)
+        return found
+
     def refused(self, status: int, code: str) -> None:
         """Count an error response."""
         self._refused.labels(str(status), code).inc()
@@ -168,20 +178,34 @@ class GatewayMetrics:
         return Histogram(f"vllm:{name}", text, ("model_name", "engine"), registry=self._registry, buckets=buckets)
 
 
+class _OfModel:
+    """Metrics with a model's labels, looked up once."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._found: dict[object, object] = {}
+
+    def __getitem__(self, metric: MetricT) -> MetricT:
+        found = self._found.get(metric)
+        if found is None:
+            found = self._found[metric] = metric.labels(self._model, ENGINE)
+        return cast("MetricT", found)
+
+
 class RequestMetrics:
     """One request's times and counts."""
 
     def __init__(self, metrics: GatewayMetrics, asked: AskedFor) -> None:
         self._metrics = metrics
-        self._labels = (asked.model, ENGINE)
+        self._of = metrics.of_model(asked.model)
         self._asked = asked
         self._arrived = metrics.clock()
         self._last = self._arrived
         self._placed = self._started = self._has_tokens = False
-        self._gaps = metrics.gaps.labels(*self._labels)
+        self._gaps = self._of[metrics.gaps]
         self._reason = "abort"
-        metrics.waiting.labels(*self._labels).inc()
-        metrics.running.labels(*self._labels).inc(0)  # so that the gauge exists from the first request on
+        self._of[metrics.waiting].inc()
+        self._of[metrics.running].inc(0)  # so that the gauge exists from the first request on
         metrics.loras.waiting(asked.lora, 1)
 
     def tokens(self) -> None:
@@ -191,7 +215,7 @@ class RequestMetrics:
             self._gaps.observe(now - self._last)
         else:
             self._has_tokens = True
-            self._metrics.ttft.labels(*self._labels).observe(now - self._arrived)
+            self._of[self._metrics.ttft].observe(now - self._arrived)
             self._start()
         self._last = now
 
@@ -209,47 +233,45 @@ class RequestMetrics:
 
     def finished(self, result: GenerateResult) -> None:
         """The answer is complete."""
-        metrics, labels, usage, timing = self._metrics, self._labels, result.usage, result.timing
+        metrics, of, usage, timing = self._metrics, self._of, result.usage, result.timing
         self._reason = result.finish_reason
         if not self._has_tokens and usage.completion_tokens:
-            metrics.ttft.labels(*labels).observe(timing.ttft_s)
+            of[metrics.ttft].observe(timing.ttft_s)
         decode_s = max(0.0, timing.e2e_s - timing.ttft_s)
         local_tokens = usage.cached_tokens - usage.loaded_tokens
-        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
-        metrics.generated_tokens.labels(*labels).inc(usage.completion_tokens)
-        metrics.cache_queries.labels(*labels).inc(usage.prompt_tokens)
-        metrics.cache_hits.labels(*labels).inc(local_tokens)
-        metrics.external_queries.labels(*labels).inc(usage.prompt_tokens - local_tokens)
-        metrics.external_hits.labels(*labels).inc(usage.loaded_tokens)
-        metrics.prompt_lengths.labels(*labels).observe(usage.prompt_tokens)
-        metrics.computed.labels(*labels).observe(usage.prompt_tokens - usage.cached_tokens)
-        metrics.answer_lengths.labels(*labels).observe(usage.completion_tokens)
-        metrics.answers.labels(*labels).observe(self._asked.answers)
-        metrics.token_limits.labels(*labels).observe(self._asked.max_tokens)
-        metrics.tpot.labels(*labels).observe(timing.tpot_s)
-        metrics.queue.labels(*labels).observe(timing.queue_s)
-        metrics.prefill.labels(*labels).observe(timing.prefill_s)
-        metrics.decode.labels(*labels).observe(decode_s)
-        metrics.inference.labels(*labels).observe(timing.prefill_s + decode_s)
-        metrics.longest_answers.labels(*labels).observe(
-            max((len(choice.token_ids) for choice in result.choices), default=0)
-        )
+        of[metrics.prompt_tokens].inc(usage.prompt_tokens)
+        of[metrics.generated_tokens].inc(usage.completion_tokens)
+        of[metrics.cache_queries].inc(usage.prompt_tokens)
+        of[metrics.cache_hits].inc(local_tokens)
+        of[metrics.external_queries].inc(usage.prompt_tokens - local_tokens)
+        of[metrics.external_hits].inc(usage.loaded_tokens)
+        of[metrics.prompt_lengths].observe(usage.prompt_tokens)
+        of[metrics.computed].observe(usage.prompt_tokens - usage.cached_tokens)
+        of[metrics.answer_lengths].observe(usage.completion_tokens)
+        of[metrics.answers].observe(self._asked.answers)
+        of[metrics.token_limits].observe(self._asked.max_tokens)
+        of[metrics.tpot].observe(timing.tpot_s)
+        of[metrics.queue].observe(timing.queue_s)
+        of[metrics.prefill].observe(timing.prefill_s)
+        of[metrics.decode].observe(decode_s)
+        of[metrics.inference].observe(timing.prefill_s + decode_s)
+        of[metrics.longest_answers].observe(max((len(choice.token_ids) for choice in result.choices), default=0))
 
     def close(self) -> None:
         """The request is over."""
-        metrics, labels, lora = self._metrics, self._labels, self._asked.lora
-        (metrics.running if self._started else metrics.waiting).labels(*labels).dec()
+        metrics, of, lora = self._metrics, self._of, self._asked.lora
+        of[metrics.running if self._started else metrics.waiting].dec()
         (metrics.loras.running if self._started else metrics.loras.waiting)(lora, -1)
         if self._placed or self._started:
-            metrics.ended.labels(*labels, self._reason).inc()
-            metrics.e2e.labels(*labels).observe(metrics.clock() - self._arrived)
+            metrics.ended.labels(self._asked.model, ENGINE, self._reason).inc()
+            of[metrics.e2e].observe(metrics.clock() - self._arrived)
 
     def _start(self) -> None:
         """The request does not wait any more."""
         if not self._started:
             self._started = True
-            self._metrics.waiting.labels(*self._labels).dec()
-            self._metrics.running.labels(*self._labels).inc()
+            self._of[self._metrics.waiting].dec()
+            self._of[self._metrics.running].inc()
             self._metrics.loras.waiting(self._asked.lora, -1)
             self._metrics.loras.running(self._asked.lora, 1)
 

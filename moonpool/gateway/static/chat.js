@@ -19,7 +19,7 @@ const END_PX = 80; // so near to its end, the view follows an answer
 const KEEP_MS = 2000; // an answer that comes is kept so often
 
 // {id, title, settings, turns, changed, revision}; a turn is {role, content}, of the user also {pictures, files}, of an
-// answer also {reasoning, figures, error}.
+// answer also {model, reasoning, figures, error}.
 let conversation = null;
 let editing = null; // the user's turn that is edited
 let stopping = null;
@@ -203,7 +203,7 @@ function messages(own, turn) {
 /** Asks for the answer to the last turn of the user, and shows the answer as it comes. */
 async function answer() {
   const own = conversation;
-  const turn = { role: "assistant", content: "", reasoning: "" };
+  const turn = { role: "assistant", content: "", reasoning: "", model: byId("model").value };
   own.turns.push(turn);
   const view = show(turn);
   const stop = (stopping = new AbortController());
@@ -240,7 +240,7 @@ async function listen(own, turn, { said, more }, signal) {
   let [first, kept] = [0, began];
   const numbers = NUMBERS.filter((name) => byId(name).value.trim()).map((name) => [name, Number(byId(name).value)]);
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-  const model = byId("model").value ? { model: byId("model").value } : {};
+  const model = turn.model ? { model: turn.model } : {};
   const body = { ...model, messages: messages(own, turn), ...Object.fromEntries(numbers), ...options };
   const begun = await stream("/v1/chat/completions", body, signal);
   figures.id = begun.id;

@@ -20,7 +20,7 @@ export function turnView(turn, [label, pressed]) {
   const view = { said: el("div", { class: "said" }), more: el("div") };
   const actions = el("div", { class: "actions" },
     button("Copy", ({ target }) => copy(target, view.said, turn.content)), button(label, pressed, { class: "change" }));
-  view.shown = el("article", { class: `turn ${turn.role}` }, el("h2", {}, own ? "You" : "Model"), own ? drawn(turn) : null, view.said, view.more, actions);
+  view.shown = el("article", { class: `turn ${turn.role}` }, el("h2", {}, own ? "You" : turn.model || "Model"), own ? drawn(turn) : null, view.said, view.more, actions);
   return view;
 }
 
@@ -65,7 +65,8 @@ export function note({ id, reason, where, prompt_tokens: prompts, cached_tokens:
     tpot ? `${count(made)} tokens, ${(1 / tpot).toFixed(1)} per second` : `${count(made)} tokens`,
     where,
   ];
-  return el("p", { class: "note" }, parts.filter(Boolean).join(" · "), reason ? [" · ", details(id)] : null);
+  const told = parts.filter(Boolean).map((text, at) => [at ? " · " : "", el("span", {}, text)]);
+  return el("p", { class: "note" }, told, reason ? [" · ", details(id)] : null);
 }
 
 /** The prompt's tokens; those that came from the cache are its beginning. */

@@ -88,7 +88,8 @@ class Cluster:
 
     def _decode(self, number: int, runs: Runs) -> SimulatedDecode:
         name = f"d{number}"
-        up = not self.config.roles.swap or number >= self.config.prefill
+        config = self.config
+        up = number >= config.prefill if config.roles.swap else number < config.decode + config.both
         ears = DecodeListener(
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),

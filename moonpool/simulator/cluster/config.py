@@ -105,6 +105,7 @@ class ClusterConfig:
         profile: an instance's speeds and sizes.
         prefill, decode, kvstore: numbers of instances.
         both: number of instances in the role both, beside these: decode that computes whole prompts.
+        spare: further prefill and further decode instances that may be started; not there at first.
         chunk_steps: the fixed time of decode's steps that compute tokens of prompts.
         conductors: number of conductors side by side.
         widths: stages in each prefill instance's pipeline, each stage on a separate machine; empty = one each.
@@ -147,6 +148,7 @@ class ClusterConfig:
     decode: int = 8
     kvstore: int = 1
     both: int = 0
+    spare: int = 0
     chunk_steps: ChunkSteps = ChunkSteps.EMULATED
     conductors: int = 1
     widths: tuple[int, ...] = ()
@@ -206,12 +208,12 @@ class ClusterConfig:
     @property
     def prefill_numbers(self) -> range:
         """Numbers for prefill instances that exist or, if roles change, can exist: every machine can be prefill."""
-        return range(self.prefill + self.decode if self.roles.swap else self.prefill)
+        return range(self.prefill + self.decode if self.roles.swap else self.prefill + self.spare)
 
     @property
     def decode_numbers(self) -> range:
         """Of the decode instances, likewise; the last ones are in the role both."""
-        return range(self.prefill + self.decode if self.roles.swap else self.decode + self.both)
+        return range(self.prefill + self.decode if self.roles.swap else self.decode + self.both + self.spare)
 
     def is_both(self, name: str) -> bool:
         """Whether an instance, for example "d1", is in the role both."""

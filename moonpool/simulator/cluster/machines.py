@@ -37,10 +37,11 @@ EngineInstance = SimulatedPrefill | SimulatedDecode
 
 @frozen
 class Draining:
-    """An instance that is leaving, and the instance's epoch."""
+    """An instance that is leaving, the instance's epoch, and the instance that its machine becomes; None = it goes."""
 
     instance: EngineInstance
     epoch: int
+    then: EngineInstance | None
 
 
 class Machines:
@@ -71,7 +72,18 @@ class Machines:
         instance = self._engines[order.instance]
         if instance.up and instance.epoch == order.epoch and not instance.draining:
             instance.drain()
-            self._look(Draining(instance, order.epoch))
+            self._look(Draining(instance, order.epoch, self._other(order.instance)))
+
+    def leave(self, instance: EngineInstance) -> None:
+        """Order an instance that is there to drain and to go."""
+        instance.drain()
+        self._look(Draining(instance, instance.epoch, None))
+
+    def begin(self, instance: EngineInstance) -> None:
+        """Let an instance join that is not there."""
+        assert not instance.up
+        instance.up = True
+        self._back(instance)
 
     def _look(self, leaving: Draining) -> None:
         instance = leaving.instance
@@ -83,12 +95,12 @@ class Machines:
         instance.crash()
         instance.up = False
         self._left(instance)
-        self._world.after(ps(self._change_s), self._begin, self._other(instance.name))
+        if leaving.then is not None:
+            self._world.after(ps(self._change_s), self._begin, leaving.then)
 
     def _begin(self, instance: EngineInstance) -> None:
-        instance.up = True
         self.changed.append((self._world.now, instance.name))
-        self._back(instance)
+        self.begin(instance)
 
     def _other(self, name: str) -> EngineInstance:
         return self._engines[("d" if name[0] == "p" else "p") + name[1:]]

@@ -93,3 +93,12 @@ def test_an_empty_part_of_a_path_names_nothing(before: str, after: str, kept: bo
         text=True,
     )
     assert done.stdout.split() == [*after.split(), "/nothing", str(kept)], done.stderr
+
+
+@pytest.mark.parametrize("verb", ["--help", "list", "keys"])
+def test_a_full_disk_is_said_in_a_line(verb: str) -> None:
+    """Standard output is a file there: also what is written only at the command's end."""
+    command = [sys.executable, "-c", "from moonpool.cli.entry import main; main()", verb]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (2, "moonpool: standard output: No space left on device\n")

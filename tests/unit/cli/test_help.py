@@ -31,6 +31,12 @@ def test_h_explains_every_verb(verb: str) -> None:
     assert CliRunner().invoke(app, ["help", *verb.split()]).stdout == long.stdout
 
 
+@pytest.mark.parametrize("group", ["", "keys", "certs", "simulate"])
+def test_a_group_without_a_verb_shows_its_page(group: str) -> None:
+    shown = CliRunner().invoke(app, group.split())
+    assert (shown.exit_code, shown.stdout) == (2, CliRunner().invoke(app, [*group.split(), "-h"]).stdout)
+
+
 @pytest.mark.parametrize("verb", ["", "serve", "run", "keys create", "context", "decode", "kvstore stat", "delete"])
 def test_pages_have_one_style_and_80_columns(verb: str) -> None:
     page = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*verb.split(), "-h"]).stdout

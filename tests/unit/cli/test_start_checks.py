@@ -9,6 +9,7 @@ import pytest
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.errors import CheckpointError, ConfigError, UnsupportedModel
+from moonpool.cli import start_checks
 from moonpool.cli.serve import started_stack
 from moonpool.cli.serve_options import ServeOptions
 from moonpool.cli.serve_plan import serve_plan
@@ -69,6 +70,7 @@ def test_weights_cut_short(model: Path) -> None:
             "prefill.max_num_batched_tokens",
             r"one block \(\d+ tokens\)",
         ),
+        ({"settings": ["engine.tensor_parallel_size=7"]}, "tensor_parallel_size", "7 ranks cannot divide layer 0"),
     ],
 )
 def test_what_a_setting_names(settings: dict[str, Any], field: str, says: str, tmp_path: Path) -> None:
@@ -84,6 +86,15 @@ def test_what_a_setting_names(settings: dict[str, Any], field: str, says: str, t
     with pytest.raises(ConfigError, match=says) as caught:
         check(**{name: named(value) for name, value in settings.items()})
     assert caught.value.field == field
+
+
+def test_a_device_without_its_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch is not asked: its import takes seconds."""
+    monkeypatch.setattr(start_checks, "DRIVERS", [str(tmp_path / "driver")])
+    with pytest.raises(ConfigError, match="cuda:1 cannot be used: this machine has no driver of a GPU"):
+        check(device="cuda:1")
+    (tmp_path / "driver").touch()
+    check(device="cuda:1")
 
 
 def test_no_service_starts(model: Path, tmp_path: Path) -> None:

@@ -267,6 +267,11 @@ def test_bytes_that_are_no_request_are_refused(raw: bytes) -> None:
         read_body(raw, {})
 
 
+def test_limits_become_seconds() -> None:
+    slo = read_body(b"", {"x-slo-ttft-ms": "1500", "x-slo-tpot-ms": "25.5"}).slo
+    assert (slo.ttft_s, slo.tbt_s) == (1.5, 0.0255)
+
+
 @pytest.mark.parametrize("header", ["nan", "inf", "-inf", "", "1,5", "9" * 400])
 def test_limits_are_finite_milliseconds(header: str) -> None:
     with pytest.raises(InvalidRequest, match="must be milliseconds"):

@@ -180,6 +180,10 @@ def _of_health(service: Service, config: ServiceConfig, images: Containerfile) -
 
 
 def _of_life(service: Service, config: ServiceConfig) -> Iterator[str]:
+    if not {"max-size", "max-file"} <= service.rest.get("logging", {}).get("options", {}).keys():
+        yield "its log grows without bound"
+    if "mem_limit" not in service.rest:
+        yield "its memory cannot be bounded"
     drain_s = config.drain_s + process.AFTER_DRAIN_S + process.CANCEL_GRACE_S
     if service.seconds("stop_grace_period") <= drain_s:
         yield f"is killed after {service.seconds('stop_grace_period'):g} s, may drain for {drain_s:g} s"
@@ -245,7 +249,11 @@ def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
                 yield f"{argument} is not known in the stages that start from {stage.name}: only ENV is"
     yield from _of_kernels(images)
     yield from _of_landing(images)
-    for name in ("light", "engine"):
+    for name in ("light", "engine", "engine-cuda"):
+        told = " ".join(images.all(name, "LABEL"))
+        for label in ("title", "licenses", "revision"):
+            if f"org.opencontainers.image.{label}=" not in told:
+                yield f"image {name} has no label {label}"
         user = images.last(name, "USER").partition(":")[0]
         if not user.isdecimal() or int(user) == 0:
             yield f"image {name} runs as {user or 'root'}; it wants a number that is not 0"

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from moonpool.base.config import parse_address
 from moonpool.base.errors import ConfigError
+from moonpool.cli.main import app
 from tests.unit.deploy.compose import ROOT, duration_s, replaced, services, substituted, substitutions
 from tests.unit.deploy.containerfile import parse
 from tests.unit.deploy.rules import KINDS, STACK_PREFIX, complaints, kernels_folder, load, of_service, texts
 
 COMPOSE, CONTAINERFILE, SCRIPTS = texts()
+runner = CliRunner()
 STACK_SH = SCRIPTS["deploy/stack.sh"]
 LISTEN = '"--listen=0.0.0.0:50053"'
 
@@ -51,6 +54,8 @@ def test_files_are_right() -> None:
         ("timeout: 15s", "timeout: 2s", "ended before it can say why"),
         ("stop_grace_period: 60s", "stop_grace_period: 10s", "is killed after 10 s, may drain for 45 s"),
         ("restart: unless-stopped", 'restart: "no"', "is not started again"),
+        ("max-size: 50m, ", "", "its log grows without bound"),
+        ("mem_limit", "mem_limits", "its memory cannot be bounded"),
         ("target: light", "target: engine", "its image has the engine extra"),
         ("target: engine", "target: light", "its image lacks the engine extra"),
         ("target: engine", "target: heavy", "the container file has no target heavy"),
@@ -95,6 +100,7 @@ def test_fault_in_compose(old: str, new: str, complaint: str) -> None:
             "without hashes",
         ),
         ("pip install torch", "pip install torch numpy", "stage engine-packages installs packages without hashes"),
+        ("image.licenses", "image.license", "image engine-cuda has no label licenses"),
         ("COPY tools/sbom.py", "COPY tools/bom.py", "there is no tools/bom.py to copy"),
         ("sbom.py --dpkg", "sbom.py --deb", "has no bill of materials"),
         ("FROM ${BASE} AS runtime", "FROM debian AS runtime", "starts from debian"),
@@ -124,6 +130,20 @@ def test_fault_in_containerfile(old: str, new: str, complaint: str) -> None:
     assert old in CONTAINERFILE
     found = complaints(COMPOSE, CONTAINERFILE.replace(old, new), SCRIPTS)
     assert [text for text in found if complaint in text], found
+
+
+def test_the_stack_within_tls_shows_the_certificates_that_the_command_makes(tmp_path: Path) -> None:
+    runner.invoke(app, ["certs", "create", str(tmp_path)], catch_exceptions=False)
+    body = yaml.safe_load(substituted((ROOT / "compose.tls.yaml").read_text().replace(":?a folder that moonpool certs create has filled", ""), {"MOONPOOL_STACK_CERTS": str(tmp_path)}))  # fmt: skip  # noqa: E501
+    assert body["services"].keys() == services(COMPOSE).keys()
+    for name, service in services(COMPOSE).items():
+        own = body["services"][name]
+        (folder, mounted, mode) = own["volumes"][0].split(":")
+        assert (folder, mode) == (str(tmp_path), "ro")
+        config = load(service, own["environment"])
+        for path in (config.tls_cert, config.tls_key, config.tls_ca):
+            assert (tmp_path / Path(str(path)).relative_to(mounted)).is_file(), path
+        assert Path(str(config.tls_cert)).stem == service.command[0]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +245,8 @@ def test_documented_overrides() -> None:
     assert kvstore["command"] == [*stack["kvstore"].command, f"--data-dir={folder}"]
     (more,) = services({"compose.yaml": instance}).values()
     assert more.rest["image"] == stack["prefill"].rest["image"]
-    built = dataclasses.replace(more, rest=more.rest | {"build": stack["prefill"].rest["build"]})
+    own = {key: stack["prefill"].rest[key] for key in ("build", "logging", "mem_limit")}
+    built = dataclasses.replace(more, rest=more.rest | own)
     assert list(of_service(built, stack | {more.name: built}, parse(CONTAINERFILE))) == []
 
 

@@ -63,6 +63,42 @@ async def test_https(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+async def test_tls_before_1_2_is_refused(tmp_path: Path) -> None:
+    cert, key = make(tmp_path, "one")
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+    found = []
+    async with serving(ssl_certfile=cert, ssl_keyfile=key) as (_, port):
+        for newest in (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2):
+            context.maximum_version = newest
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+                found.append(newest)
+                writer.close()
+    assert found == [ssl.TLSVersion.TLSv1_2]
+
+
+async def test_silent_connections_lock_nobody_out(tmp_path: Path) -> None:
+    """A connection counts before its handshake; of those that say nothing the oldest is closed first."""
+    cert, key = make(tmp_path, "one")
+    async with serving(ssl_certfile=cert, ssl_keyfile=key, max_connections=10) as (server, port):
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        answered, _ = await ask(port, tmp_path / "ca.pem", CLOSING)
+        assert answered.startswith(b"HTTP/1.1 200 OK")
+        assert server.open_connections <= 10
+        closed = [reader for reader, _ in silent[:30] if await reader.read() == b""]
+        assert len(closed) == 30
+        assert not any(reader.at_eof() for reader, _ in silent[-9:])
+        for _, writer in silent:
+            writer.close()
+        [(_, part)] = [await asyncio.open_connection("127.0.0.1", port)]
+        part.write(b"\x16\x03\x01\x02")  # the first bytes of a hello
+    # the server ends although a handshake is under way
+    part.close()
+
+
 def shown(https: ReloadedCertificate, authority: Path) -> str:
     """The common name of the certificate that a new connection is shown."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -112,6 +112,22 @@ async def test_requests_keep_their_connections() -> None:
         writer.close()
 
 
+async def test_bodies_that_never_end_lock_nobody_out() -> None:
+    """The one that has been coming for longest makes room."""
+    async with serving(max_connections=3) as (_, port):
+        slow = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 99\r\n\r\n{")
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            slow.append((reader, writer))
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+        assert await slow[0][0].read() == b""
+        assert not slow[2][0].at_eof()
+        for _, writer in slow:
+            writer.close()
+
+
 async def test_answer_that_is_not_read_is_given_up() -> None:
     """The client reads nothing: its connection ends after `write_timeout_s`, and its request with it."""
     placed, *_ = answer()

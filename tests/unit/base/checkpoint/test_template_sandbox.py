@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from moonpool.base.bundled import model_dir
-from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint import Tokenizer, template_sandbox
 from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplate
 from moonpool.base.checkpoint.folder_tokenizer import folder_end_tokens, folder_tokenizer
 from moonpool.base.errors import CheckpointError, InvalidRequest
@@ -51,7 +51,26 @@ GROWS = [
     "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = ns.x + ['a' * 10**7] %}{% endfor %}",
     "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
     "{{ range(10**10) | list }}",
+    "{{ ('a\n' * 10**5) | indent(6 * 10**4) }}",
+    "{{ '{:1000000000}'.format(1) | length }}",
+    "{{ ('a' * 10**4).join(['b'] * 10**4) | length }}",
 ]
+
+
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) recursive %}{% if loop.depth < 4 %}{{ loop(range(99999)) }}{% endif %}{% endfor %}",
+    "{% for i in range(99999) if i %}{% set x = range(99999) | sum %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_that_computes_for_long_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
+    with pytest.raises(InvalidRequest, match=r"the chat template refuses them: it computes for more than 0\.2 s"):
+        ChatTemplate(source, {}).render(TURNS, (), ChatOptions())
+    assert ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(TURNS, (), ChatOptions())
 
 
 @pytest.mark.parametrize("source", GROWS)

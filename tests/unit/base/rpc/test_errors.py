@@ -191,3 +191,16 @@ async def test_a_status_that_nobody_waits_for_is_dropped() -> None:
     handler = await ErrorInterceptor(PeerCalls(CallLimits())).intercept_service(continuation, details)
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(None, Ended())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "errors resolving nowhere: [field:hostname lookup error:address lookup failed: Domain name not found]",
+        "DNS resolution failed for nowhere:50051: C-ares status is not ARES_SUCCESS qtype=A name=nowhere",
+    ],
+)
+def test_a_name_without_an_address(said: str) -> None:
+    code = grpc.StatusCode.UNAVAILABLE
+    error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=said))
+    assert str(error) == "cannot connect to nowhere: no address of this name is known"

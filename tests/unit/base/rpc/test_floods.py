@@ -13,6 +13,7 @@ import pytest
 from moonpool.base.rpc.channels import probe
 from moonpool.base.rpc.peer_calls import CallLimits
 from moonpool.base.rpc.server import serving
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 
 DEADLINE_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -85,6 +86,23 @@ async def test_rapid_resets_leave_other_connections_their_calls(peers: int) -> N
             await stack.enter_async_context(resetting(running.port))
         for _ in range(5):
             await probe(running.address, DEADLINE_S)
+
+
+async def test_probes_over_http_are_answered_beside_rapid_resets() -> None:
+    """`/livez` and `/readyz` have a thread and a loop of their own."""
+    metrics = PrometheusMetrics("decode")
+    metrics.ready = lambda: ""
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(serving("127.0.0.1:0", [], grace_s=0))
+        address = await stack.enter_async_context(metrics.served("127.0.0.1:0"))
+        for _ in range(4):
+            await stack.enter_async_context(resetting(running.port))
+        for path in ("/livez", "/readyz") * 5:
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
 
 
 @pytest.mark.parametrize("said", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"])

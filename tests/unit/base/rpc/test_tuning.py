@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moonpool.base.malloc import KEPT_BYTES, REST_S, FreedMemory
+from moonpool.base.malloc import KEPT_BYTES, LITTLE_BYTES, REST_S, FreedMemory
 from moonpool.base.rpc.tuning import raise_open_files_limit
 
 
@@ -49,7 +49,26 @@ def test_memory_is_handed_back_at_rest_and_after_a_load_only() -> None:
     assert not freed.is_due(0.1, rest + KEPT_BYTES)  # little is kept
     assert not freed.is_due(REST_S, load)  # busy
     assert freed.is_due(REST_S + 0.1, load)
-    freed.handed_back(load - (1 << 20))  # the rest is in use
-    assert not freed.is_due(REST_S + 0.2, load)
-    assert not freed.is_due(REST_S + 0.3, rest)  # a lower rest is remembered
-    assert freed.is_due(REST_S + 0.4, load)
+    freed.handed_back(rest)
+    assert not freed.is_due(REST_S + 0.2, rest + KEPT_BYTES)
+    assert not freed.is_due(REST_S + 0.3, rest - 1)  # a lower rest is remembered
+    assert freed.is_due(REST_S + 0.4, load - 1)
+
+
+def test_memory_in_use_is_handed_back_once_it_is_freed() -> None:
+    """A process without processors looks as if at rest: what is handed back then is not all."""
+    rest, load = 100 << 20, 500 << 20
+    freed = FreedMemory(0.0, rest)
+    assert freed.is_due(0.1, load)
+    held = load - 2 * LITTLE_BYTES
+    freed.handed_back(held)
+    assert freed.is_due(0.2, held), "something came back, so more may come"
+    freed.handed_back(held - 1)
+    assert not freed.is_due(0.3, held), "in vain: all is in use"
+    assert not freed.is_due(0.4, held)
+    assert not freed.is_due(0.4 + REST_S, held), "busy"
+    assert freed.is_due(0.5 + REST_S, held), "the process has worked"
+    freed.handed_back(held)
+    assert freed.is_due(0.6 + REST_S, load), "more is held"
+    freed.handed_back(rest + KEPT_BYTES)
+    assert not freed.is_due(0.7 + REST_S, rest + KEPT_BYTES)

@@ -119,6 +119,23 @@ def test_values_are_the_same(values: list[Any]) -> None:
     assert list(map(told, through(*values))) == list(map(told, values))
 
 
+@pytest.mark.parametrize("size", [0, 255, 256, 70_000])
+def test_texts_and_bytes_of_any_length(size: int) -> None:
+    values = ["x" * size, b"y" * size, "\u00e9" * (size // 2)]
+    assert through(*values) == values
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "width"),
+    [(0, 0xFF, 1), (0, 0xFFFF, 2), (-0x80000000, 0x7FFFFFFF, 4), (-(1 << 63), (1 << 63) - 1, 8)],
+)
+def test_whole_numbers_lie_in_as_few_bytes_as_they_need(least: int, most: int, width: int) -> None:
+    values = [least, most] * 500
+    encoded = CoreEncoder().encode(values)
+    assert width * 1000 < len(encoded) < width * 1000 + 16
+    assert CoreDecoder(CLASSES).decode(encoded) == values
+
+
 def told(value: Any) -> str:
     """Kind and content: 1, 1.0 and True are three things, and so are the zeros."""
     if isinstance(value, set | frozenset):

@@ -185,9 +185,21 @@ async def test_silent_connections_are_bounded_and_scrapes_go_on(monkeypatch: pyt
         host, port = address.split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
         assert threading.active_count() - threads <= 2
-        # Those above the bound are closed at once, the others when their time is over: then scrapes find room again.
+        # The oldest above the bound are closed for new ones, the others when their time is over.
         assert [await reader.read() for reader, _ in silent] == [b""] * 200
         assert await get(address, "/livez") == (200, "ok\n")
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_silent_connections_keep_no_probe_out() -> None:
+    metrics = PrometheusMetrics("decode")
+    async with metrics.served("127.0.0.1:0") as address:
+        host, port = address.split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(metrics_server.MAX_CONNECTIONS + 9)]
+        assert await get(address, "/livez") == (200, "ok\n"), "at once, not after REQUEST_S"
+        open_still = [reader for reader, _ in silent if not reader.at_eof()]
+        assert len(open_still) >= metrics_server.MAX_CONNECTIONS - 1
         for _, writer in silent:
             writer.close()
 

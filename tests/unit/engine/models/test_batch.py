@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,7 +29,24 @@ def test_build() -> None:
     assert batch.num_tokens == 6
     types = {getattr(batch, name).dtype for name in ("query_start", "context_lens", "block_tables")}
     assert types == {torch.int32}
-    assert batch.to("cpu").positions.tolist() == batch.positions.tolist()
+
+
+def test_a_copy_has_the_same_tensors_and_its_source() -> None:
+    parts = [(ids(7, 8, 9), 15, (4, 2)), (ids(5), 0, [6])]
+    batch = PackedBatch.build(parts, 16, slot_of=np.arange(10) % 5)
+    batch.rope_positions, batch.rope_shifts = batch.positions.expand(3, -1) - 2, torch.tensor([2, 2])
+    copy = batch.to("cpu")
+    tensors = [name for name in dir(batch) if isinstance(getattr(batch, name), torch.Tensor)]
+    assert len(tensors) == 12
+    for name in tensors:
+        ours, theirs = getattr(copy, name), getattr(batch, name)
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs), name
+        assert not ours.data_ptr() % 64
+    assert copy.host is batch
+    assert batch.host is batch
+    hidden = torch.arange(4.0)[:, None]
+    assert copy.last_of(hidden, [1, 0]).tolist() == [[3.0], [2.0]]
 
 
 @pytest.mark.parametrize(

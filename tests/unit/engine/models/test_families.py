@@ -67,6 +67,29 @@ DELTA = {
 }  # fmt: skip
 SHARED = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 32}
 HYBRID = {"tie_word_embeddings": False}
+NEMOTRON_H = {
+    **HEAD,
+    **ROUTED,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+MIXED = ["linear_attention", "full_attention"]
+FALCON_H1 = {
+    "mamba_d_ssm": 80,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.5,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [0.8, 0.6],
+}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "arcee": ("arcee", HEAD),
     "cohere": ("cohere", {}),
@@ -102,6 +125,11 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "falcon": ("falcon", {"num_kv_heads": 1}),
     "falcon, new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, all heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon_h1": ("falcon_h1", {**MAMBA, **FALCON_H1}),
+    "falcon_h1, norm": (
+        "falcon_h1",
+        {**MAMBA, **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
     "gemma": ("gemma", HEAD),
     "granite, hybrid": ("granitemoehybrid", {**FACTORS, **LOCAL, **MAMBA, "layer_types": LINEAR}),
     "granite, hybrid, dense": (
@@ -230,6 +258,18 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
     ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            **WINDOW,
+            **ROUTED,
+            "head_dim": 24,
+            "v_head_dim": 12,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "minicpm3": ("minicpm3", {**LATENT, "dim_model_base": 32}),
     "minicpm3, no factors": ("minicpm3", {**LATENT, "v_head_dim": None, "scale_depth": None, "dim_model_base": None}),
     "minimax_m2": ("minimax_m2", {**HEAD, **LOCAL}),
@@ -249,6 +289,15 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mistral": ("mistral", WINDOW),
     "mixtral": ("mixtral", LOCAL),
     "nemotron": ("nemotron", HEAD),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", *MIXED, "mlp"]}),
+    "nemotron_h, experts": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", *MIXED, "moe"], "n_group": 4, "topk_group": 2},
+    ),
+    "nemotron_h, latent experts": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": [*MIXED, "moe"], "moe_latent_size": 48},
+    ),
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", WINDOW),
@@ -310,7 +359,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "vaultgemma": ("vaultgemma", {**HEAD, **WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}),
     "youtu": ("youtu", LATENT),
 }
-ONE_STAGE = ("gemma4, embeddings for each layer", "gemma4, shared KV")
+ONE_STAGE = ("falcon_h1", "falcon_h1, norm", "gemma4, embeddings for each layer", "gemma4, shared KV")
 LENGTHS, NEW = (5, 33, 80), 8
 WHOLE_NEW = 3
 """New tokens of prompts that are computed whole: their later steps are those of the chunked ones."""

@@ -84,6 +84,25 @@ MAMBA_KEYS = {
     "rope.scaling.finetuned": False,
     "expert_shared_feed_forward_length": 48,
 }
+NEMOTRON_H_KEYS = {
+    "block_count": 5,
+    "attention.head_count_kv": [0, 0, 0, 2, 0],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 128,
+    "ssm.time_step_rank": 8,
+}
+EXPERTS_OF_NEMOTRON_H = {
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 40,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+    "expert_gating_func": 2,
+}
 #: By architecture of the file, and what is special: case of test_families, and further metadata of converters.
 FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "arcee": ("arcee", {}),
@@ -243,6 +262,31 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope.scaling.original_context_length": 32,
         },
     ),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON_H_KEYS, "feed_forward_length": [0, 96, 0, 0, 96]}),
+    "nemotron_h_moe": (
+        "nemotron_h, experts",
+        {
+            **NEMOTRON_H_KEYS,
+            **EXPERTS_OF_NEMOTRON_H,
+            "block_count": 6,
+            "attention.head_count_kv": [0, 0, 0, 2, 0, 2],
+            "feed_forward_length": [0, 32, 0, 0, 32, 32],
+            "nextn_predict_layers": 1,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+    ),
+    "nemotron_h_moe, latent": (
+        "nemotron_h, latent experts",
+        {
+            **NEMOTRON_H_KEYS,
+            **EXPERTS_OF_NEMOTRON_H,
+            "block_count": 3,
+            "attention.head_count_kv": [0, 2, 0],
+            "feed_forward_length": [0, 0, 32],
+            "moe_latent_size": 48,
+        },
+    ),
     "nemotron": ("nemotron", {"rope.dimension_count": 8}),
     "olmo": ("olmo", {"attention.layer_norm_epsilon": 1e-5}),
     "olmo2": ("olmo2", {}),
@@ -376,6 +420,8 @@ def renamed(name: str) -> str:
     """The name by which the converter looks a tensor up: with an ending that says what the tensor is."""
     if name.endswith("sinks"):
         return f"{name}.weight"
+    name = name.replace(".mixer.experts.", ".mlp.experts.")  # as the converter calls those that are one tensor
+    name = name.replace("model.", "backbone.", 1) if ".mixer." in name else name
     for ours, theirs in (
         ("gate.moe_statics", "moe_statics"),  # modules here have other names than checkpoints
         ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
@@ -384,6 +430,7 @@ def renamed(name: str) -> str:
         ("forget_gate.", ""),
         ("linear_attn.dt_bias", "linear_attn.dt_proj.bias"),
         ("mamba.dt_bias", "mamba.dt_proj.bias"),
+        ("mixer.dt_bias", "mixer.dt_proj.bias"),
         ("self_attn.dt_bias", "self_attn.dt_proj.bias"),
         ("layer_scalar", "layer_scalar.weight"),
         ("router.scale", "router.proj.scale"),
@@ -414,6 +461,8 @@ def stacked(model: transformers.PreTrainedModel) -> list[tuple[str, NDArray[np.f
             else:
                 gate, up = np.split(array, 2, axis=1)
             found[f"{base}experts.gate_proj.{kind}"], found[f"{base}experts.up_proj.{kind}"] = gate, up
+        elif leaf == "up_proj":  # Nemotron-H's have no gates
+            found[f"{base}experts.up_proj.weight"] = array
         elif leaf in ("down_proj", "down_proj_bias"):
             inputs_first = model.config.model_type in ("gpt_oss", "llama4_text") and kind == "weight"
             turned = array.swapaxes(1, 2) if inputs_first else array
@@ -439,11 +488,10 @@ def recurrent(
             parts = zip("qkv", np.split(changed, 3), strict=True)
             found += [(name.replace("conv1d", f"{part}_conv1d"), rows[None, :, None]) for part, rows in parts]
             continue
-        if "mamba." in name:
-            if name.endswith(("A_log", ".D")):
-                changed = changed[:, None]
-            elif name.endswith("norm.weight"):
-                changed = changed.reshape(config.mamba_n_groups, -1)
+        if name.endswith(("mamba.A_log", "mamba.D", "mixer.A_log", "mixer.D")):
+            changed = changed[:, None]
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            changed = changed.reshape(config.n_groups if "mixer" in name else config.mamba_n_groups, -1)
         if name.endswith("shared_mlp.input_linear.weight"):
             layer = name.removesuffix("shared_mlp.input_linear.weight")
             place = "mlp.shared_expert." if config.num_local_experts else "mlp."

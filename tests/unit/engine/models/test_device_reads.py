@@ -1,0 +1,94 @@
+"""What a step reads of a device, for every family: nothing, but for layers that say so.
+
+Tensors of torch's device "meta" have no content, so reading them fails, as it would in a captured graph. Triton's
+kernels, which read nothing on the host, are left out.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint.config import ModelConfig
+from moonpool.base.families.spec import GPU_HEAD_DIM
+from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.engine.kernels import triton
+from moonpool.engine.kernels.choice import VARIABLE
+from moonpool.engine.kernels.triton import ops
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.stage import StageModel
+from tests.unit.engine.models.test_families import CASES, reference
+
+BLOCK, BLOCKS, ROWS, LONGEST = 16, 8, 4, 512
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def _triton_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that Triton is chosen for a device that is no GPU
+    for name in ops.__all__:
+        monkeypatch.setattr(ops, name, lambda *args, **options: None)
+
+
+def on_meta(folder: Path, case: str) -> StageModel:
+    reference(*CASES[case]).save_pretrained(folder)
+    config = load_config(folder)
+    model = load_stage(folder, config, torch.float32, 0, config.num_layers, META)
+    assert isinstance(model, StageModel)
+    return model
+
+
+def pools(config: ModelConfig) -> list[torch.Tensor]:
+    """Each layer's KV."""
+    layout = kv_layout(config, "float32", BLOCK)
+    groups = {layer: group for group in layout.groups for layer in group.layers}
+    of = [groups[layer] for layer in range(config.num_layers)]
+    shapes = ((BLOCKS, group.kv_heads, group.planes, BLOCK, group.head_dim) for group in of)
+    return [torch.empty(shape, device=META) for shape in shapes]
+
+
+def captured_batch() -> PackedBatch:
+    """A decode step as a graph has it: of one shape, whatever it holds."""
+
+    def numbers(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=META)
+
+    tables, blocks = numbers(ROWS, LONGEST // BLOCK, dtype=torch.int32), numbers(ROWS)
+    return PackedBatch(
+        token_ids=numbers(ROWS), positions=numbers(ROWS), context_lens=numbers(ROWS, dtype=torch.int32),
+        block_tables=tables, block_ids=blocks, offsets=numbers(ROWS), last_rows=numbers(ROWS),
+        query_start=numbers(ROWS + 1, dtype=torch.int32), block_size=BLOCK, slot_tables=tables, slot_ids=blocks,
+        most_context=LONGEST,
+    )  # fmt: skip
+
+
+def chunk_batch() -> PackedBatch:
+    """A chunk of 20 tokens beside a decode step's token."""
+    parts = [(tokens_to_bytes(range(3, 23)), 0, (0, 1)), (tokens_to_bytes([7]), 17, (2, 3))]
+    return PackedBatch.build(parts, BLOCK, META)
+
+
+@torch.no_grad()
+def compute(model: StageModel, batch: PackedBatch) -> None:
+    hidden = model.forward(batch.token_ids, batch, pools(model.config))
+    assert hidden.shape == (batch.num_tokens, model.config.hidden_size)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_read_nothing_of_a_device(case: str, tmp_path: Path) -> None:
+    model = on_meta(tmp_path, case)
+    decoder = model.config.decoder
+    if decoder.not_captured:
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            compute(model, captured_batch())
+    else:
+        compute(model, captured_batch())
+    if not any(layer.attention.latent for layer in decoder.every):
+        compute(model, chunk_batch())
+
+
+def test_the_longest_head_is_that_of_the_kernels() -> None:
+    assert GPU_HEAD_DIM == triton.MAX_HEAD_DIM
