@@ -61,6 +61,8 @@ class ChoiceOutput:
         known = len(self.tokens) - position
         if self.finish:
             return len(token_ids)
+        if not known:
+            return 0
         if known < 0:
             raise StreamBroken(f"tokens {len(self.tokens)} to {position - 1} were lost")
         if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)].tolist():

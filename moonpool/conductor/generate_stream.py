@@ -141,12 +141,17 @@ class GenerateStream:
 
     def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
         """Return what happened to the request so far; `over`: until the end."""
-        now = self._finished or self._finished_proto()
+        now = self.finished
         timeline = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
         timeline.MergeFrom(self.history.timeline)
         if not over:
             timeline.timing.e2e_s = 0.0
         return timeline
+
+    @property
+    def finished(self) -> conductor_pb2.Finished:
+        """What the client is told at the end; before the end, as if it were now."""
+        return self._finished or self._finished_proto()
 
     def _finished_proto(self) -> conductor_pb2.Finished:
         return conductor_pb2.Finished(

@@ -28,13 +28,12 @@ class RecentRequests:
         self._ended: deque[_Figures] = deque(maxlen=MAX_REMEMBERED)
         self._last: deque[tuple[float, conductor_pb2.EndedRequest]] = deque(maxlen=MAX_LISTED)
 
-    def add(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
-        usage, timing = timeline.usage, timeline.timing
+    def add(self, request_id: str, tenant: str, finished: conductor_pb2.Finished) -> None:
+        """Count and list an answered request."""
+        usage, timing = finished.usage, finished.timing
         counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
         self._ended.append((self._clock(), *counts, timing.ttft_s, timing.tpot_s))
-        self._list(
-            conductor_pb2.EndedRequest(request_id=request_id, tenant=timeline.tenant, usage=usage, timing=timing)
-        )
+        self._list(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, usage=usage, timing=timing))
 
     def add_refused(self, request_id: str, tenant: str, reason: str) -> None:
         """List a refused request; the request's figures count nowhere."""

@@ -66,7 +66,7 @@ class RequestReports:
         """The request is answered; `ended` follows."""
         self.decisions.complete(stream.spec.id, stream.tpot_s)
         self.metrics.complete(stream)
-        self.recent.add(stream.spec.id, stream.timeline(over=True))
+        self.recent.add(stream.spec.id, stream.spec.tenant, stream.finished)
 
     def failed(self, stream: GenerateStream, kind: FailureKind, reason: str) -> None:
         """The request has no whole answer, and was neither refused nor cancelled; `ended` follows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from math import isfinite
 from typing import TypeVar
 
@@ -41,6 +41,8 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
+KEPT_SAMPLING_BYTES = 128
+"""Longest encoded sampling parameters whose check is kept: without grammars and the like."""
 SHORT_CHARS = 4096
 """Most characters, or tokens, of a prompt that the event loop reads itself: up to some 0.3 ms."""
 MESSAGE_BYTES_PER_TOKEN, MAX_SEQUENCE_BYTES = 8, MESSAGE_BYTES - (64 << 10)
@@ -382,12 +384,27 @@ def _too_long(served: ServedModel) -> str:
     return f"the prompt has more than {served.max_tokens} tokens, the model's length"
 
 
+def _checked_sampling(given: kv_pb2.Sampling, served: ServedModel) -> SamplingParams:
+    """Return the parameters with the model's own defaults, checked. Requests repeat few kinds of them."""
+    encoded = given.SerializeToString(deterministic=True)
+    suggested, vocab_size = tuple(served.suggested.items()), served.config.vocab_size
+    if len(encoded) <= KEPT_SAMPLING_BYTES:
+        return _sampling_of(encoded, suggested, vocab_size)
+    return _sampling_of.__wrapped__(encoded, suggested, vocab_size)
+
+
+@lru_cache(maxsize=512)
+def _sampling_of(encoded: bytes, suggested: tuple[tuple[str, float | int], ...], vocab_size: int) -> SamplingParams:
+    params = sampling_from_proto(kv_pb2.Sampling.FromString(encoded)).suggested(dict(suggested))
+    params.check(vocab_size)
+    return params
+
+
 def _read_sampling(
     given: kv_pb2.Sampling, served: ServedModel, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
     """Return the checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
-    params = sampling_from_proto(given).suggested(served.suggested)
-    params.check(served.config.vocab_size)
+    params = _checked_sampling(given, served)
     pooling = served.config.pooling
     if pooling is not None and not pooling.generates and not params.embedding:
         what = "embeds texts" if pooling.task == "embed" else "classifies texts"

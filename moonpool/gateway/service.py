@@ -48,6 +48,7 @@ from moonpool.gateway.serving.picture_fetch import PictureFetcher
 from moonpool.gateway.serving.pictures import PictureReader, picture_rule
 from moonpool.gateway.serving.request_builder import RequestBuilder, ServedNames
 from moonpool.gateway.serving.request_log import RequestLog
+from moonpool.gateway.serving.scrapes import Scrapes
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 CONNECT_TIMEOUT_S = 2.0
@@ -264,7 +265,7 @@ def gateway_context(
         background=BackgroundResponses(config.max_background_responses, config.request_timeout_s),
         metrics=request_metrics,
         log=RequestLog(every=config.log_requests),
-        registry=metrics.registry,
+        scrapes=Scrapes(metrics.registry),
         wall_clock=world.unix_time,
         rendering=rendering,
         pictures=PictureReader(rendering, rendering, PictureFetcher(config.picture_hosts)),

@@ -34,6 +34,10 @@ KEPT_S = 30 * 86400.0
 #: Bytes behind one checksum: several threads share a large file.
 PIECE_BYTES = 64 << 20
 _SUFFIX = ".weights"
+_READ_BYTES = 8 << 20
+"""Bytes of a piece that are mapped at a time."""
+_ALIGNED = 2 << 20
+"""Of large pages: where a mapping begins."""
 #: Of a file by which `gives_large_pages` asks the system: it holds a whole large page of x86-64 and AArch64.
 _PROBE_BYTES = 4 << 20
 Piece = tuple[int, int, str]
@@ -246,21 +250,20 @@ def _checksums(file: int, places: list[tuple[int, int]]) -> list[Piece]:
     """Return the pieces at these places of a file; cores share the work."""
     if not places:
         return []
-    with (
-        mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data,
-        memoryview(data) as view,
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
-    ):
-        advise_large_pages(data)  # who reads the file first decides how the system holds it
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        return list(threads.map(lambda place: _checksum(file, *place), places))
 
-        def checksum(place: tuple[int, int]) -> Piece:
-            begin, nbytes = place
-            with view[begin : begin + nbytes] as piece:
-                if len(piece) != nbytes:
-                    raise ValueError("a piece ends behind the file")
-                return begin, nbytes, xxhash.xxh3_128_hexdigest(piece)
 
-        return list(threads.map(checksum, places))
+def _checksum(file: int, begin: int, nbytes: int) -> Piece:
+    """Return a piece of the file, of which little is mapped at a time: pages that are mapped twice count twice."""
+    found = xxhash.xxh3_128()
+    for at in range(begin, begin + nbytes, _READ_BYTES):
+        first, end = at // _ALIGNED * _ALIGNED, min(at + _READ_BYTES, begin + nbytes)
+        with mmap.mmap(file, end - first, access=mmap.ACCESS_READ, offset=first) as data, memoryview(data) as view:
+            advise_large_pages(data)  # who reads the file first decides how the system holds it
+            with view[at - first :] as part:
+                found.update(part)
+    return begin, nbytes, found.hexdigest()
 
 
 def _match(file: int, pieces: list[Piece]) -> bool:

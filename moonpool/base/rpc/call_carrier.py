@@ -128,7 +128,7 @@ class _CallCarrier:
         self._retry_at = 0.0
         self._pending = calls_pb2.CarryRequest()
         self._frames = [self._pending]
-        self._pending_bytes = 0
+        self._pending_bytes = self._pending_parts = 0
         self._wake: asyncio.Future[None] | None = None
         self._idle: asyncio.Future[None] | None = None
 
@@ -188,12 +188,13 @@ class _CallCarrier:
 
     def _frame(self, nbytes: int) -> calls_pb2.CarryRequest:
         """The message that is written next, with room for so many bytes; the writer is woken."""
-        full = self._pending_bytes + nbytes > FRAME_BYTES or len(self._pending.begun) >= FRAME_PARTS
+        full = self._pending_bytes + nbytes > FRAME_BYTES or self._pending_parts >= FRAME_PARTS
         if self._pending_bytes and full:
             self._pending = calls_pb2.CarryRequest()
             self._frames.append(self._pending)
-            self._pending_bytes = 0
+            self._pending_bytes = self._pending_parts = 0
         self._pending_bytes += nbytes
+        self._pending_parts += 1
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
         return self._pending
@@ -229,6 +230,7 @@ class _CallCarrier:
             self._retry_at = loop.time() + retry_s
             self._running, self._wake = None, None
             self._pending, self._pending_bytes = calls_pb2.CarryRequest(), 0
+            self._pending_parts = 0
             self._frames = [self._pending]
             calls, self._calls = self._calls, {}
             for carried in calls.values():
@@ -240,6 +242,7 @@ class _CallCarrier:
             while True:
                 while self._pending_bytes:
                     frames, self._pending, self._pending_bytes = self._frames, calls_pb2.CarryRequest(), 0
+                    self._pending_parts = 0
                     self._frames = [self._pending]
                     for frame in frames:
                         await call.write(frame)

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from moonpool.base.errors import Unavailable
+from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.rpc.errors import DETAIL_KEY
 from moonpool.base.rpc.messages import MESSAGE_BYTES
 from moonpool.base.rpc.stream_writes import MessageSource
@@ -30,7 +30,9 @@ WEIGHT_BYTES = 4 << 10
 """A message counts once more for so many bytes."""
 FRAME_BYTES = 256 << 10
 FRAME_PARTS = 1024
-"""Bounds of what one message gathers: beyond, the rest is the next message."""
+"""Bounds of what one message gathers: beyond, the rest is the next message. Servers take no message of more parts."""
+MAX_FRAMES = 64
+"""Messages that wait for a client that does not read: beyond, the client is not read, and its calls' writes wait."""
 MAX_MESSAGE_BYTES = MESSAGE_BYTES - 1024
 """Longest message that fits with what is around."""
 
@@ -95,6 +97,9 @@ class _Carrier:
         self._wake: asyncio.Future[None] | None = None
         self._fed: dict[_CarriedContext, None] = {}
         """Calls that have messages to take."""
+        self.room = asyncio.Event()
+        """Set while few messages wait for the client."""
+        self.room.set()
         self._closing = False
         self._over: asyncio.Future[None] = self._loop.create_future()
 
@@ -131,6 +136,8 @@ class _Carrier:
 
     async def _read(self, requests: AsyncIterator[calls_pb2.CarryRequest]) -> None:
         async for request in requests:
+            if len(request.begun) + len(request.read) + len(request.cancelled) > FRAME_PARTS:
+                raise InvalidRequest("", f"a message has more than {FRAME_PARTS} parts")
             for begun in request.begun:
                 self._begin(begun)
             for read in request.read:
@@ -139,6 +146,7 @@ class _Carrier:
             for number in request.cancelled:
                 if (call := self._calls.get(number)) is not None:
                     call.left()
+            await self.room.wait()
 
     def _begin(self, begun: calls_pb2.CallBegin) -> None:
         number, method = begun.call, self._methods.get(begun.method)
@@ -169,6 +177,8 @@ class _Carrier:
         ):
             self._frames.append(calls_pb2.CarryResponse())
             self._frame_bytes = 0
+            if len(self._frames) > MAX_FRAMES:
+                self.room.clear()
         self._frames[-1].parts.add(call=number, message=message, end=end)
         self._frame_bytes += nbytes + 1
         self._wake_writer()
@@ -189,6 +199,7 @@ class _Carrier:
                 for frame in frames:
                     if frame.parts:
                         await write(frame)
+                self.room.set()
             if self._over.done():
                 return
             self._wake = self._loop.create_future()
@@ -226,7 +237,7 @@ class _CarriedContext:
 
     def was_read(self, messages: int) -> None:
         """The client has read messages of so much weight."""
-        self._unread -= messages
+        self._unread = max(0, self._unread - messages)
         if self._source is not None:
             self._carrier.has_messages(self)
         if self._room is not None and not self._room.done():
@@ -275,6 +286,7 @@ class _CarriedContext:
         while self._unread >= WINDOW:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
+        await self._carrier.room.wait()
         self._send(data)
 
     @property

@@ -166,6 +166,12 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     return encoder(registry), content_type
 
 
+def exposition_type(accept: str) -> str:
+    """The content type of what `exposition` makes for a request's `Accept` header."""
+    content_type: str = choose_encoder(keeping_colons(accept))[1]
+    return content_type
+
+
 def keeping_colons(accept: str) -> str:
     """The `Accept` header, but asking for names as they are.
 

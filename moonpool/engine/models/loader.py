@@ -32,7 +32,7 @@ from moonpool.engine.kernels.native import library
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
-from moonpool.engine.models.pictures import load_encoder
+from moonpool.engine.models.pictures import load_encoder, picture_positions
 from moonpool.engine.models.pooling_head import load_pooling_head, names_in_front
 from moonpool.engine.models.recurrent import RecurrentWeights
 from moonpool.engine.models.shards import head_of_rank, slots_of_rank
@@ -115,7 +115,7 @@ def load_stage(
     decoder = config.decoder
     _check_whole(config, layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
-        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
+        reader = TensorReader(Path(path), names_in_front(config), torch.empty(0, dtype=dtype, device=device))
         first, last = layer_begin == 0, layer_end == config.num_layers
         generates = config.generates
         config = _as_tied(config, reader) if generates else replace(config, tie_word_embeddings=False)
@@ -183,6 +183,7 @@ def load_stage(
 
 def _add_parts_outside(stage: StageModel, path: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Load what stands before the first stage's embedding, and behind the last stage's norm."""
+    stage.picture_positions = picture_positions(path)
     if stage.is_first:
         stage.pictures = load_encoder(path, dtype, device)
     if stage.is_last:
@@ -526,15 +527,14 @@ class _LayerReader:
             if found:
                 return found
         packed = self._reader.packed_experts(stored)
-        weights = self._reader.read(stored) if packed is None else None
-        for expert in range(count):
+        counts = None if packed is not None else self._reader.counts(stored)
+        for expert, weight in enumerate(self._reader.each(stored) if packed is None else packed):
             bias = None if biases is None else biases[expert]
-            if packed is not None:
-                found.append(self._kept(packed[expert], bias, gated=gated))
-            elif weights is not None:
-                counts = self._reader.counts(stored)
+            if isinstance(weight, Tensor):
                 own = None if counts is None else counts[expert]
-                found.append(self._packed(weights[expert], bias, own, gated=gated))
+                found.append(self._packed(weight, bias, own, gated=gated))
+            else:
+                found.append(self._kept(weight, bias, gated=gated))
         return found
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:

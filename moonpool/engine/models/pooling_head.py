@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,23 +65,22 @@ def load_pooling_head(path: Path, config: ModelConfig, dtype: torch.dtype, devic
     if pooling.whole:
         return PoolingHead(unit=False)
     hidden, labels = config.hidden_size, len(pooling.labels)
-    with ExitStack() as stack:
-        reader = TensorReader(path, names_in_front(config), torch.empty(0, dtype=dtype, device=device), stack)
+    reader = TensorReader(path, names_in_front(config), torch.empty(0, dtype=dtype, device=device))
 
-        def read(name: str, *shape: int) -> Tensor:
-            stored = Stored(name, shape, shape)
-            reader.expect(stored)
-            return reader.read(stored).clone()
+    def read(name: str, *shape: int) -> Tensor:
+        stored = Stored(name, shape, shape)
+        reader.expect(stored)
+        return reader.read(stored).clone()
 
-        if pooling.answers:
-            no, yes = _token_ids(path, pooling.answers)
-            rows = read(_head_name(config, reader), config.vocab_size, hidden)
-            return PoolingHead([HeadLayer(rows[[yes]] - rows[[no]], None)], unit=False)
-        if not pooling.hidden_head:
-            return PoolingHead([HeadLayer(read("score.weight", labels, hidden), None)], unit=False)
-        first = HeadLayer(read("score.0.weight", hidden, hidden), read("score.0.bias", hidden), "ReLU")
-        last = HeadLayer(read("score.2.weight", labels, hidden), read("score.2.bias", labels))
-        return PoolingHead([first, last], unit=False)
+    if pooling.answers:
+        no, yes = _token_ids(path, pooling.answers)
+        rows = read(_head_name(config, reader), config.vocab_size, hidden)
+        return PoolingHead([HeadLayer(rows[[yes]] - rows[[no]], None)], unit=False)
+    if not pooling.hidden_head:
+        return PoolingHead([HeadLayer(read("score.weight", labels, hidden), None)], unit=False)
+    first = HeadLayer(read("score.0.weight", hidden, hidden), read("score.0.bias", hidden), "ReLU")
+    last = HeadLayer(read("score.2.weight", labels, hidden), read("score.2.bias", labels))
+    return PoolingHead([first, last], unit=False)
 
 
 def names_in_front(config: ModelConfig) -> Mapping[str, str]:

@@ -1,20 +1,22 @@
 """The files of a checkpoint: tensors as numbers, or in their codes.
 
-Only safetensors and GGUF files are read: no data is unpickled or executed. Files are mapped; quantised rows are
-dequantised piece by piece, so that no second whole tensor exists in float32.
+Only safetensors and GGUF files are read: no data is unpickled or executed. A tensor is mapped while it is read, and not
+longer, so that what was read does not count as memory; quantised rows are dequantised piece by piece, so that no second
+whole tensor exists in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 
 from moonpool.base.checkpoint.gguf import is_gguf
@@ -26,6 +28,11 @@ from moonpool.engine.weights.registry import weight_reader
 
 _UNPACKED_ELEMENTS = 1 << 20  # of packed weights, an element of a code
 _PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
+_SAFETENSORS_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 _GGUF_TYPES = {kind.name: kind for kind in GGUF_TYPES.values()}
 
 
@@ -43,6 +50,14 @@ class StoredTensors(Protocol):
         """
         ...
 
+    def each(self, name: str, info: TensorInfo) -> Iterator[Tensor]:
+        """Yield parts [1, ...] of a tensor along its first dimension, which are not to be kept.
+
+        Raises:
+            CheckpointError: the tensor cannot be read.
+        """
+        ...
+
     def packed(self, name: str, info: TensorInfo) -> LinearWeight | None:
         """Return a tensor in the codes of the checkpoint; None: no codes that products take hold the tensor.
 
@@ -52,19 +67,15 @@ class StoredTensors(Protocol):
         ...
 
 
-def stored_tensors(path: Path, stack: ExitStack) -> StoredTensors:
-    """Return what copies the tensors of the checkpoint `path`, until `stack` closes."""
-    return GgufTensors() if is_gguf(path) else SafetensorsFiles(stack)
+def stored_tensors(path: Path) -> StoredTensors:
+    """Return what copies the tensors of the checkpoint `path`."""
+    return GgufTensors() if is_gguf(path) else SafetensorsFiles()
 
 
 class SafetensorsFiles:
-    """Tensors in safetensors files, which stay open until the exit stack closes."""
+    """Tensors in safetensors files."""
 
     dtypes = frozenset({"F32", "BF16", "F16"})
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._files: dict[Path, Any] = {}
 
     def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
         if info.format is None:
@@ -79,17 +90,25 @@ class SafetensorsFiles:
         with _named(name, info):
             return weight_reader(info.format).packed(self._parts(info))
 
+    def each(self, name: str, info: TensorInfo) -> Iterator[Tensor]:
+        if info.format is not None:
+            with _named(name, info):
+                yield from weight_reader(info.format).dense(self._parts(info)).split(1)
+            return
+        shape = (1, *info.shape[1:])
+        size = prod(shape) * _SAFETENSORS_TYPES[info.dtype].itemsize
+        for index in range(info.shape[0]):
+            yield self._read(name, replace(info, shape=shape, begin=info.begin + index * size))
+
     def _parts(self, info: TensorInfo) -> dict[str, Tensor]:
         return {role: self._read(name, where) for role, (name, where) in info.parts.items()}
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
-        try:
-            if info.file not in self._files:
-                self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
-            tensor: Tensor = self._files[info.file].get_tensor(info.name or name)
-        except Exception as error:  # safetensors raises its own bare errors
-            raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
-        return tensor
+        kind = _SAFETENSORS_TYPES.get(info.dtype)
+        if kind is None:
+            raise CheckpointError(f"{info.file}: tensor {name} is stored as {info.dtype}, which torch does not have")
+        stored = _mapped(name, info, (info.elements * kind.itemsize,))
+        return torch.from_numpy(stored).view(kind).view(info.shape)
 
 
 @contextmanager
@@ -126,18 +145,32 @@ class GgufTensors:
         _copy_rows(rows, order, info.paired_rows)
         return packed.select(order[:, 0])
 
+    def each(self, name: str, info: TensorInfo) -> Iterator[Tensor]:
+        whole = torch.empty(info.shape)
+        self.copy(name, info, whole)
+        yield from whole.split(1)
+
     def _stored(self, name: str, info: TensorInfo) -> tuple[GgufType, NDArray[np.uint8], int]:
         """Return a tensor's type, bytes [rows, bytes per row] and elements per row."""
         kind = _GGUF_TYPES[info.dtype]
         width = info.shape[-1] if len(info.shape) > 1 else 1 if kind.elements == 1 else info.shape[0]
         rows = info.elements // width
-        shape = (rows, width // kind.elements * kind.bytes)
-        try:
-            # Copied on write: torch wants memory that may be written to. A plain array is cut up faster.
-            stored = np.asarray(np.memmap(info.file, np.uint8, mode="c", offset=info.begin, shape=shape))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
-        return kind, stored, width
+        return kind, _mapped(name, info, (rows, width // kind.elements * kind.bytes)), width
+
+
+def _mapped(name: str, info: TensorInfo, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor, mapped as long as something refers to them.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has no such bytes.
+    """
+    if not prod(shape):
+        return np.empty(shape, np.uint8)
+    try:
+        # Copied on write: torch wants memory that may be written to. A plain array is cut up faster.
+        return np.asarray(np.memmap(info.file, np.uint8, mode="c", offset=info.begin, shape=shape))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
 
 
 def _piece_rows(width: int, paired_rows: int) -> int:

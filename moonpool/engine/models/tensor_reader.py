@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +50,11 @@ DENSE_WEIGHTS = KeptWeights()
 
 
 class TensorReader:
-    """Checks and reads one checkpoint's tensors; keeps the files open until the exit stack closes."""
+    """Checks and reads one checkpoint's tensors."""
 
-    def __init__(self, path: Path, renamed: Mapping[str, str], place: Tensor, stack: ExitStack) -> None:
+    def __init__(self, path: Path, renamed: Mapping[str, str], place: Tensor) -> None:
         self._tensors = tensor_index(path)
-        self._stored = stored_tensors(path, stack)
+        self._stored = stored_tensors(path)
         self._path = path
         self._renamed = renamed
         self._like = place
@@ -111,6 +110,15 @@ class TensorReader:
                 target.copy_(part.arrange(self._copied(part)))
             begin += shape[0]
         return fused
+
+    def each(self, wanted: Stored) -> Iterator[Tensor]:
+        """Yield a tensor of all experts as `read` gives it, an expert at a time: one of them is in memory."""
+        if self.kept.codes:
+            self._note((wanted,), "dense")
+        name = self._name(wanted.name)
+        for part in self._stored.each(name, self._tensors[name]):
+            found = part if wanted.arrange is None else wanted.arrange(part)
+            yield self._empty(tuple(found.shape[1:])).copy_(found[0])
 
     def packed(self, *wanted: Stored) -> LinearWeight | None:
         """Return the tensors as `read` does, in the codes of the checkpoint; None: they are dense."""

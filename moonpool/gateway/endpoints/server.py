@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.base.errors import Unavailable
-from moonpool.base.telemetry.prometheus import exposition
 from moonpool.base.version import installed_version
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
@@ -34,5 +31,5 @@ async def load(gateway: GatewayContext, request: Request) -> Response:
 
 async def metrics(gateway: GatewayContext, request: Request) -> Response:
     """Metrics in the exposition format that the client accepts. Runs on a thread, which waits for the event loop."""
-    text, content_type = await asyncio.to_thread(exposition, gateway.registry, request.headers.get("accept", ""))
+    text, content_type = await gateway.scrapes.text(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})

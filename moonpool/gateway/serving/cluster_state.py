@@ -1,7 +1,8 @@
 """A cached view of the cluster: at most one conductor query a second, for which requests do not wait.
 
 A request needs the model and its limits, which rarely change, and asks the conductor itself. So a request goes on with
-the state before, however old, while the conductor is late or lost.
+the state before, however old, while the conductor is late or lost, or knows no engine: one that starts or drains knows
+none, while another conductor serves.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class ClusterStateCache:
         self._client = client
         self._clock = clock
         self._last: ClusterState | None = None
+        self._last_served: ClusterState | None = None
+        """The last one with a model."""
         self._answered_at = 0.0
         self._query: asyncio.Task[ClusterState] | None = None
 
     async def state(self) -> ClusterState:
-        """The cluster for a request: mostly `MAX_AGE_S` old at most, older while the conductor is late or lost.
+        """The cluster for a request: mostly `MAX_AGE_S` old at most, older while the conductor does not say it.
 
         Raises:
             MoonpoolError: the conductor has never answered, or no engine instance has ever joined.
@@ -39,10 +42,13 @@ class ClusterStateCache:
         if last is None:
             return await self.state_now()
         if self._age_s <= MAX_AGE_S:
-            return _with_model(last)
+            return self._for_request(last)
         query = self._asked()
         await asyncio.wait([query], timeout=LATE_S)
-        return _with_model(self._last or last)
+        return self._for_request(self._last or last)
+
+    def _for_request(self, state: ClusterState) -> ClusterState:
+        return _with_model(state if state.model or self._last_served is None else self._last_served)
 
     async def state_now(self) -> ClusterState:
         """The cluster, at most `MAX_AGE_S` old, for those who ask how the cluster is.
@@ -59,7 +65,7 @@ class ClusterStateCache:
 
     def forget(self) -> None:
         """Ask the conductor anew for the next request: something has changed."""
-        self._last = self._query = None
+        self._last = self._last_served = self._query = None
 
     @property
     def _age_s(self) -> float:
@@ -80,6 +86,8 @@ class ClusterStateCache:
             raise Unavailable(f"{error.message}, how the cluster is") from None
         if self._query is own:  # else what was asked for has been forgotten meanwhile
             self._last, self._answered_at = state, self._clock()
+            if state.model:
+                self._last_served = state
         return state
 
 

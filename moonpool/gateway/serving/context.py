@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
-
 from moonpool.base.checkpoint.pooling import Pooling
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import AsyncClient, ClusterState
@@ -21,6 +19,7 @@ from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.request_log import RequestLog
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
+from moonpool.gateway.serving.scrapes import Scrapes
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 
 
@@ -36,7 +35,7 @@ class GatewayContext:
         builder: builds generation jobs from bodies.
         metrics: counters and timers of requests.
         log: lines for requests.
-        registry: the metrics that `/metrics` shows.
+        scrapes: answers `/metrics`.
         wall_clock: returns seconds since 1970.
         rendering: a thread that renders answers for the page, by turns of tenants.
         pictures: looks at the pictures of requests.
@@ -55,7 +54,7 @@ class GatewayContext:
     builder: RequestBuilder
     metrics: GatewayMetrics
     log: RequestLog
-    registry: CollectorRegistry
+    scrapes: Scrapes
     wall_clock: Callable[[], float]
     rendering: TenantTurns
     pictures: PictureReader

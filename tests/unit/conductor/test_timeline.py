@@ -194,19 +194,19 @@ async def test_a_request_that_is_not_known() -> None:
             await s.client.explain("r")
 
 
-def ended(ttft_s: float, tpot_s: float, prompt: int = 10, cached: int = 4) -> pb.Timeline:
+def ended(ttft_s: float, tpot_s: float, prompt: int = 10, cached: int = 4) -> pb.Finished:
     usage = pb.Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=2)
-    return pb.Timeline(tenant="ann", usage=usage, timing=pb.Timing(ttft_s=ttft_s, tpot_s=tpot_s))
+    return pb.Finished(usage=usage, timing=pb.Timing(ttft_s=ttft_s, tpot_s=tpot_s))
 
 
 def test_only_the_last_minute_counts() -> None:
     now = 100.0
     recent = RecentRequests(lambda: now)
     assert recent.state() == pb.RecentState()
-    recent.add("old", ended(9.0, 9.0))
+    recent.add("old", "ann", ended(9.0, 9.0))
     now = 130.0
-    recent.add("one", ended(0.5, 0.0))
-    recent.add("two", ended(0.7, 0.1))
+    recent.add("one", "ann", ended(0.5, 0.0))
+    recent.add("two", "ann", ended(0.7, 0.1))
     assert recent.state().requests == 3
     now = 161.0
     state = recent.state()
@@ -220,7 +220,7 @@ def test_only_the_last_minute_counts() -> None:
 def test_memory_is_bounded() -> None:
     recent = RecentRequests(lambda: 1.0)
     for number in range(MAX_REMEMBERED + 10):
-        recent.add(str(number), ended(0.1, 0.1))
+        recent.add(str(number), "ann", ended(0.1, 0.1))
     state = recent.state()
     assert state.requests == MAX_REMEMBERED
     assert [request.request_id for request in state.last] == [

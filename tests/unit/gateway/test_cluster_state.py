@@ -84,6 +84,24 @@ async def test_requests_go_on_with_the_state_before_while_the_conductor_is_late(
     assert await cluster.state() is not before
 
 
+async def test_requests_go_on_while_a_conductor_starts_or_drains() -> None:
+    """It knows no engine, and another conductor may serve. Who asks how the cluster is, is told."""
+    asked, now = Asked(), [100.0]
+    cluster = ClusterStateCache(AsyncClient(transport=asked), lambda: now[0])
+    asked.go.set()
+    before = await cluster.state()
+    asked.state = pb.ClusterStateResponse(conductor=asked.state.conductor)
+    for _ in range(2):
+        now[0] += 2.0
+        assert await cluster.state() is before
+        assert await cluster.state() is before
+    with pytest.raises(Unavailable, match="has joined"):
+        await cluster.state_now()
+    asked.state = ready(FakeConductor()).state
+    now[0] += 2.0
+    assert await cluster.state() is not before
+
+
 async def test_a_conductor_that_is_late_from_the_start_is_named_and_may_be_asked_again() -> None:
     """503, not 504: what is over is the time of the gateway's own question."""
     asked = Asked()

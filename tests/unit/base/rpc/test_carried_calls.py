@@ -18,11 +18,18 @@ from moonpool.base.errors import (
     Unsupported,
 )
 from moonpool.base.rpc.call_carrier import CARRIED_AFTER, CARRY, MAX_CARRIED_BYTES, CarryingChannel
-from moonpool.base.rpc.carried_calls import WINDOW
+from moonpool.base.rpc.carried_calls import (
+    FRAME_BYTES,
+    FRAME_PARTS,
+    MAX_FRAMES,
+    WINDOW,
+    CarriedCalls,
+    CarriedMethod,
+)
 from moonpool.base.rpc.channels import CheckedChannel
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.server import RunningServer, serving
-from moonpool.v1 import conductor_pb2, conductor_pb2_grpc, kv_pb2
+from moonpool.v1 import calls_pb2, calls_pb2_grpc, conductor_pb2, conductor_pb2_grpc, kv_pb2
 
 CONDUCTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 LIMIT_S = 20.0
@@ -329,3 +336,56 @@ async def test_closing_a_channel_cancels_its_calls_unless_they_get_time() -> Non
         conductor.go_on.set()
         assert (await waits).timeline.timing.e2e_s == -1.0
         await closing
+
+
+async def test_a_message_of_too_many_parts_ends_the_stream() -> None:
+    async with running() as (_, server), grpc.aio.insecure_channel(server.address) as channel:
+        stream = calls_pb2_grpc.CallsServiceStub(channel).Carry(timeout=LIMIT_S)
+        await stream.write(calls_pb2.CarryRequest(cancelled=range(FRAME_PARTS)))
+        await stream.write(calls_pb2.CarryRequest(cancelled=range(FRAME_PARTS + 1)))
+        await stream.read()
+        with pytest.raises(grpc.aio.AioRpcError, match=f"more than {FRAME_PARTS} parts") as caught:
+            await stream.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class DeafClient:
+    """A client's end at the server: takes the first message alone."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    async def bare_write(self, message: calls_pb2.CarryResponse) -> None:
+        self.taken += 1
+        if self.taken > 1:
+            await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_client_that_lies_about_what_it_reads_fills_no_memory(refused: bool) -> None:
+    """Neither by answers, which it acknowledges without reading, nor by calls that are refused."""
+    piece, written, sent = b"x" * 65_536, 0, 0
+
+    async def behave(request: bytes, context: Any) -> None:
+        nonlocal written
+        while True:
+            await context.write(piece)
+            written += len(piece)
+
+    async def requests() -> AsyncIterator[calls_pb2.CarryRequest]:
+        nonlocal sent
+        method = "/none/None" if refused else "/some/Method"
+        while True:
+            begun = [calls_pb2.CallBegin(call=1, method=method)] * (FRAME_PARTS - 1 if refused else not sent)
+            yield calls_pb2.CarryRequest(begun=begun, read=[calls_pb2.CallRead(call=1, messages=1 << 20)])
+            sent += 1
+            await asyncio.sleep(0)
+
+    calls = CarriedCalls({"/some/Method": CarriedMethod(behave, bytes, True)})
+    carrying = asyncio.create_task(calls.Carry(requests(), DeafClient()))
+    for _ in range(100 * MAX_FRAMES):
+        await asyncio.sleep(0)
+    carrying.cancel()
+    await asyncio.gather(carrying, return_exceptions=True)
+    frames = sent if refused else written // FRAME_BYTES
+    assert MAX_FRAMES / 2 <= frames <= MAX_FRAMES + 2

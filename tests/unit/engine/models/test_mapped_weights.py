@@ -23,8 +23,11 @@ from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import KeptWeights
 from tests.unit.engine.models.limited_memory import NO_ROOM, logits_of
+from tests.unit.engine.models.loading_peak import CANNOT
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+SLACK = 24 << 20
+"""Bytes that an arena and the parts of files to check are larger than what is in them, on two cores."""
 SPARE = 48 << 20
 """Bytes for one tensor, stacks and one chunk of weights; all weights in float32 take twice as many."""
 
@@ -148,6 +151,21 @@ def test_a_disk_that_fills_is_told_with_the_setting(checkpoint: Callable[[str], 
     with largest_file(1 << 20), pytest.raises(ConfigError, match=why):
         load_stage(path, load_config(path), torch.float32, 0, 1, kept=KeptWeights(file=folder / "a"))
     assert not list(folder.iterdir())
+
+
+def test_loading_takes_the_weights_and_a_layer_at_most(tmp_path: Path) -> None:
+    """In memory and in a mapped file: no second copy of the weights is in memory, nor their file."""
+    shape = {**LARGE, "num_hidden_layers": 12, "vocab_size": 2048}
+    folder = create("tiny-llama", tmp_path / "model", seed=1, dtype="bfloat16", overrides=shape)
+    program = [sys.executable, "-m", "tests.unit.engine.models.loading_peak", str(folder), str(tmp_path / "mapped")]
+    run = subprocess.run(program, capture_output=True, text=True, check=False)
+    if run.returncode == CANNOT:
+        pytest.skip("the system does not forget how much memory a process once had")
+    assert run.returncode == 0, run.stderr
+    weights = (folder / "model.safetensors").stat().st_size
+    layer = weights // 12
+    for peak in map(int, run.stdout.split()):
+        assert weights * 0.9 < peak < weights + layer + SLACK, (peak, weights)
 
 
 def test_a_model_runs_that_memory_does_not_hold(tmp_path: Path) -> None:

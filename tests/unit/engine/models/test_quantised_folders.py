@@ -5,7 +5,6 @@ Here are the formats whose tools do not run in tests; `test_quantised_tools.py` 
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,9 +189,8 @@ def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path
     configure(folder, settings)
     save_file({name: part.contiguous() for name, part in stored.items()}, folder / "model.safetensors")
     torch.testing.assert_close(logits(folder), logits(tmp_path / "dense"), rtol=0, atol=1e-6)
-    with ExitStack() as stack:
-        reader = stored_tensors(folder, stack)
-        packed = {name: reader.packed(name, info) for name, info in tensor_index(folder).items()}
+    reader = stored_tensors(folder)
+    packed = {name: reader.packed(name, info) for name, info in tensor_index(folder).items()}
     held = {weight.kind.partition("/")[0] for weight in packed.values() if isinstance(weight, PackedWeight)}
     assert held == ({kind} if kind else set())
     for name, found in packed.items():

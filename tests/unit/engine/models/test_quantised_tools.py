@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,17 +57,16 @@ def loaded(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
     """Every tensor of the folder as the loader copies it, float32; and in which kinds the packed ones are held."""
     found: dict[str, Tensor] = {}
     held: set[str] = set()
-    with ExitStack() as stack:
-        reader = stored_tensors(folder, stack)
-        for name, info in tensor_index(folder).items():
-            found[name] = torch.empty(info.shape)
-            reader.copy(name, info, found[name])
-            if (packed := reader.packed(name, info)) is not None:
-                assert isinstance(packed, PackedWeight)
-                held.add(packed.kind)
-                unit = 2.0**-23 if info.dtype == "I8" else 0.0  # bitsandbytes divides by 127 later
-                dense = found[name] if found[name].dim() == 2 else found[name].transpose(1, 2).flatten(0, 1)
-                torch.testing.assert_close(packed.dequantise(), dense, rtol=unit, atol=0)
+    reader = stored_tensors(folder)
+    for name, info in tensor_index(folder).items():
+        found[name] = torch.empty(info.shape)
+        reader.copy(name, info, found[name])
+        if (packed := reader.packed(name, info)) is not None:
+            assert isinstance(packed, PackedWeight)
+            held.add(packed.kind)
+            unit = 2.0**-23 if info.dtype == "I8" else 0.0  # bitsandbytes divides by 127 later
+            dense = found[name] if found[name].dim() == 2 else found[name].transpose(1, 2).flatten(0, 1)
+            torch.testing.assert_close(packed.dequantise(), dense, rtol=unit, atol=0)
     return found, held
 
 
