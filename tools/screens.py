@@ -55,6 +55,7 @@ BEFORE = (
     "simulate engines --requests 20 --chunks 512",
     "simulate conductors --requests 20",
     "simulate transfer",
+    "simulate scaling --requests 60",
     "simulate memory --requests 60",
     "simulate hot --requests 60",
     "simulate faults --requests 20 --seeds 3",
