@@ -233,6 +233,16 @@ def square_model(folder: Path) -> Path:
     return _written(folder, special, "<image_soft_token>", config, SQUARE_PROCESSOR, further, SQUARE_TEMPLATE)
 
 
+def expert_model(folder: Path) -> Path:
+    """Write a tiny model in the shape of Qwen3-VL with experts, without the weights."""
+    text = {
+        "model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    vision = {"model_type": "qwen3_vl_moe"}
+    return _renamed(stacked_model(folder), "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", text, vision)
+
+
 def _renamed(folder: Path, name: str, kind: str, text: dict[str, Any], vision: dict[str, Any]) -> Path:
     """The folder as a model of another name, with other fields."""
     file = folder / "config.json"
@@ -310,6 +320,15 @@ def add_weights(folder: Path, seed: int = 6) -> Path:
     kept = (folder / "config.json").read_text()
     model.save_pretrained(folder)
     (folder / "config.json").write_text(kept)
+    if config.model_type == "qwen3_vl_moe":  # published as [experts, inputs, outputs]
+        from safetensors.torch import load_file, save_file
+
+        file = folder / "model.safetensors"
+        tensors = {
+            name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, {"format": "pt"})
     return folder
 
 

@@ -37,6 +37,7 @@ INSPECTED = {
     "kv_context_bytes": "its KV",
     "computed": "computed by",
     "reading_bytes": "read buffers",
+    "picture_bytes": "encoder of pictures",
     "fit_blocks": "blocks that fit",
     "fit_tokens": "tokens that fit",
     "work_bytes": "work space",

@@ -7,11 +7,14 @@ import os
 from dataclasses import dataclass
 
 from moonpool.base.checkpoint import CheckpointReport
+from moonpool.base.pictures.limits import ROWS_BYTES
 from moonpool.engine.footprint import lora_bytes, tokenizer_bytes, work_bytes
 from moonpool.engine.messages import EngineSpec
 
 PROGRAM_BYTES = 280 << 20
 """Python, torch and native kernels, once they have been used: 250 MiB after imports, 30 more by loading."""
+ENCODER_CODE_BYTES = 200 << 20
+"""transformers, which has the encoders of pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +31,20 @@ class MemoryEstimate:
     """At most, for the largest step."""
     loras: int = 0
     """As many and as large LoRA adapters as may be loaded."""
+    pictures: int = 0
+    """The encoder of pictures with its code, and the encoded pictures that are kept."""
     reading: int = 0
     """While loading: the largest tensor, which is read before it is arranged."""
 
     @property
     def beside_kv(self) -> int:
         """All but the KV pool."""
-        return self.program + self.tokenizer + self.weights + self.work + self.loras
+        return self.program + self.tokenizer + self.weights + self.work + self.loras + self.pictures
 
     @property
     def idle(self) -> int:
         """What is held between steps."""
-        return self.program + self.tokenizer + self.weights + self.kv + self.loras
+        return self.program + self.tokenizer + self.weights + self.kv + self.loras + self.pictures
 
     @property
     def all(self) -> int:
@@ -77,5 +82,6 @@ def estimated_memory(found: CheckpointReport, engine: EngineSpec) -> MemoryEstim
         engine.layout.pool_bytes(engine.blocks, engine.slots),
         work,
         lora_bytes(model, engine, 0, model.num_layers),
+        found.picture_bytes + ROWS_BYTES + ENCODER_CODE_BYTES if found.picture_bytes else 0,
         found.reading_bytes,
     )

@@ -104,9 +104,9 @@ class RunMode(ABC):
 
     def _add_rope_positions(self, sequences: Sequence[SequenceStep], packed: PackedBatch) -> None:
         """Give the batch the positions by which RoPE turns, where these are not the tokens' places."""
-        encoder = self._stage.model.pictures
-        if encoder is not None and any(part.rope_shift or part.media for part in sequences):
-            encoder.set_positions(packed, sequences)
+        positions = self._stage.model.picture_positions
+        if positions is not None and any(part.rope_shift or part.media for part in sequences):
+            positions.set_positions(packed, sequences)
 
     def _add_loras(self, sequences: Sequence[SequenceStep], packed: PackedBatch) -> None:
         """Give a step's batch the sequences' adapters, if there are any."""

@@ -161,6 +161,7 @@ class StageLoader:
     def _open_platform(self) -> tuple[StagePlatform, Footprint]:
         import torch
 
+        from moonpool.base.pictures.limits import ROWS_BYTES
         from moonpool.engine.footprint import device_footprint, grammar_bytes, lora_bytes, work_bytes
         from moonpool.engine.platforms.stage_platform import stage_platform
 
@@ -170,6 +171,8 @@ class StageLoader:
         beside = sizes.work + sizes.graphs + sizes.loras
         platform = stage_platform(self.device, self.part, self.on_failure, beside, self.ranks)
         work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
+        if model.pictures is not None:
+            work += ROWS_BYTES
         formats = grammar_bytes(config) if model.is_last else 0
         held = None if self.device is None else sizes
         kv_bytes = platform.memory.host_bytes

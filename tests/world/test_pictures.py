@@ -44,9 +44,9 @@ def check(reference: PictureReference, messages: list[Message], result: Generate
             assert abs(token.logprob - float(right)) < ERROR
 
 
-async def check_answers(simulation: Simulation, folder: Path, chunk: int = 64) -> None:
+async def check_answers(simulation: Simulation, folder: Path, chunk: int = 64, further: tuple[str, ...] = ()) -> None:
     """Chunks of so many tokens, guesses, and sequences that are given up and computed again."""
-    flags = FLAGS | {"prefill": [*SIZE, "--max-num-batched-tokens", str(chunk)]}
+    flags = FLAGS | {"prefill": [*SIZE, "--max-num-batched-tokens", str(chunk), *further]}
     reference, cluster = PictureReference(folder), Cluster(simulation, {}, flags, checkpoint=folder)
     await cluster.start()
     cat, dog = picture(40, 30, 1), picture(40, 30, 2)
@@ -117,6 +117,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @in_new_process
 async def test_answers_of_gemma_whose_pictures_see_themselves_both_ways(simulation: Simulation, whole: Path) -> None:
     await check_answers(simulation, whole, 24)
+
+
+@pytest.mark.slow
+@in_new_process
+async def test_answers_of_qwen_with_stages(simulation: Simulation, cells: Path) -> None:
+    """Each stage knows where rows and columns of pictures are."""
+    await check_answers(simulation, cells, further=("--pipeline-parallel-size", "2"))
 
 
 @in_new_process

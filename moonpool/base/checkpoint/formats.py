@@ -15,6 +15,7 @@ from moonpool.base.checkpoint.gguf_config import gguf_config
 from moonpool.base.checkpoint.gguf_tensors import gguf_index
 from moonpool.base.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.base.checkpoint.model_cards import card_sampling
+from moonpool.base.checkpoint.picture_rule import encoder_elements
 from moonpool.base.checkpoint.tensor_info import Quantization, TensorInfo
 from moonpool.base.checkpoint.weight_formats import PACKED_BYTES
 from moonpool.base.errors import CheckpointError, InvalidRequest, MoonpoolError, UnsupportedModel
@@ -119,6 +120,7 @@ class CheckpointReport:
     `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory, as a pool divides it;
     None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` what it holds in a pool: of
     layers with a window, the window.
+    `picture_bytes`: the encoder of pictures, if engines load it; not in `weight_bytes`.
     `computed`: how layers compute on a CPU. `reading_bytes`: what loading holds beside weights: the largest tensor
     in `dtype`, and of a folder the same tensor in its file, which is mapped meanwhile.
     """
@@ -137,6 +139,7 @@ class CheckpointReport:
     kv_context_bytes: int
     computed: str
     reading_bytes: int
+    picture_bytes: int = 0
     fit_blocks: int | None = None
     fit_tokens: int | None = None
 
@@ -190,6 +193,7 @@ def inspect_checkpoint(
         kv_context_bytes=layout.sequence_bytes(context),
         computed=_computed(config),
         reading_bytes=largest * (1 if is_gguf(path) else 2),
+        picture_bytes=encoder_elements(Path(path)) * ELEMENT_BYTES[chosen],
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_size,
     )

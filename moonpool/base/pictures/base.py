@@ -87,12 +87,14 @@ class PictureRule(ABC):
             the text behind goes on as if the picture had as many tokens as its longer side.
         written: what the chat template writes for each picture, and the text with the mark that is tokenised in its
             place; None: the template writes the mark.
+        added_layers: leading layers behind which the encoder's further rows are added (DeepStack).
     """
 
     mark: int
     settings: str
     components: tuple[int, ...] = ()
     written: tuple[str, str] | None = None
+    added_layers: int = 0
 
     @abstractmethod
     def grid(self, width: int, height: int, detail: str) -> tuple[int, ...]:

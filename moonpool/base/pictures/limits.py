@@ -14,6 +14,8 @@ MAX_SECONDS = 10.0
 """Processor time that decoding may take."""
 MEMORY_BYTES = 1 << 30
 """Address space of the process that decodes."""
+ROWS_BYTES = 256 << 20
+"""Most bytes of encoded pictures that an engine keeps."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 DETAILS = ("", "auto", "low", "high")
 """OpenAI's words for how closely the model looks; "" = auto."""

@@ -16,6 +16,7 @@ from moonpool.base.pictures.base import PictureFields, PictureRule
 LOW_PIXELS = 512 * 512
 """Most pixels with the detail "low"."""
 MAX_RATIO = 200
+_STACKED = ("qwen3_vl", "qwen3_vl_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Qwen2VLRule(PictureRule):
         fewest: pixels of a smaller picture, once resized, at least.
         most: pixels of a larger picture, once resized, at most.
         components: see `PictureRule`.
+        added_layers: see `PictureRule`.
     """
 
     mark: int
@@ -37,6 +39,7 @@ class Qwen2VLRule(PictureRule):
     fewest: int
     most: int
     components: tuple[int, ...]
+    added_layers: int = 0
 
     @classmethod
     def read(cls, found: PictureFields) -> Self:
@@ -54,7 +57,10 @@ class Qwen2VLRule(PictureRule):
         (mark,) = found.special("<|image_pad|>")
         fewest = given.positive("min_pixels", size.positive("shortest_edge", 56 * 56))
         most = given.positive("max_pixels", size.positive("longest_edge", 28 * 28 * 1280))
-        return cls(mark, found.settings, cell, fewest, most, _components(found.config, found.kind))
+        added = found.vision.get("deepstack_visual_indexes", [8, 16, 24]) if found.kind in _STACKED else []
+        if not isinstance(added, list):
+            raise UnsupportedModel("deepstack_visual_indexes", f"must be a list, not {added!r}")
+        return cls(mark, found.settings, cell, fewest, most, _components(found.config, found.kind), len(added))
 
     def most_pixels(self, detail: str) -> int:
         """Pixels of a larger picture, once resized, at most."""

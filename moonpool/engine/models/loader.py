@@ -32,7 +32,7 @@ from moonpool.engine.kernels.native import library
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
-from moonpool.engine.models.pictures import load_encoder
+from moonpool.engine.models.pictures import load_encoder, picture_positions
 from moonpool.engine.models.pooling_head import load_pooling_head, names_in_front
 from moonpool.engine.models.recurrent import RecurrentWeights
 from moonpool.engine.models.shards import head_of_rank, slots_of_rank
@@ -183,6 +183,7 @@ def load_stage(
 
 def _add_parts_outside(stage: StageModel, path: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Load what stands before the first stage's embedding, and behind the last stage's norm."""
+    stage.picture_positions = picture_positions(path)
     if stage.is_first:
         stage.pictures = load_encoder(path, dtype, device)
     if stage.is_last:

@@ -22,6 +22,7 @@ from moonpool.base.errors import CheckpointError
 from moonpool.base.kv.media import MediaItem, overlapping
 from moonpool.base.pictures.base import PictureRule
 from moonpool.base.pictures.file_process import decode
+from moonpool.base.pictures.limits import ROWS_BYTES
 from moonpool.base.pictures.pixtral import PixtralRule
 from moonpool.base.pictures.qwen2_vl import Qwen2VLRule
 from moonpool.base.pictures.rule import processor_settings
@@ -29,8 +30,6 @@ from moonpool.base.scheduling.steps import ENCODER, MEMORY, PlacedPicture, Seque
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 
-ROWS_BYTES = 256 << 20
-"""Most bytes of rows that are kept."""
 SQUARES_TOGETHER = 4
 """Squares of a picture that are encoded at once, which bounds the memory of the encoder's states."""
 _Inputs = Iterator[dict[str, Tensor]]
@@ -104,6 +103,48 @@ _TOWERS = {
 """By `model_type`."""
 
 
+class PicturePositions:
+    """M-RoPE's positions of pictures, which all stages of a model need.
+
+    Attributes:
+        components: by which of a token's positions each pair of elements turns, [head_dim / 2] int64.
+    """
+
+    def __init__(self, rule: PictureRule) -> None:
+        self._rule = rule
+        self.components = torch.tensor(rule.components, dtype=torch.int64)
+
+    def set_positions(self, batch: PackedBatch, sequences: Sequence[SequenceStep]) -> None:
+        """Give a batch on the host the positions by which RoPE turns.
+
+        Args:
+            batch: changed.
+            sequences: the batch's, in the order of their rows.
+        """
+        positions, shifts, first = batch.positions.repeat(3, 1), list[int](), 0
+        for sequence in sequences:
+            count = len(sequence.token_ids) // 4
+            end, shift = sequence.start + count, sequence.rope_shift
+            positions[:, first : first + count] += shift
+            for item in overlapping(sequence.media, sequence.start, end):
+                rows, columns = self._rule.grid(item.width, item.height, item.detail)
+                own = torch.zeros(3, rows, columns, dtype=torch.int64)
+                own[1], own[2] = torch.arange(rows)[:, None], torch.arange(columns)
+                own = own.flatten(1) + item.begin + shift
+                begin, last = max(item.begin, sequence.start), min(item.end, end)
+                at = first + begin - sequence.start
+                positions[:, at : at + last - begin] = own[:, begin - item.begin : last - item.begin]
+                if item.end <= end:
+                    change = max(rows, columns) - rows * columns
+                    positions[:, first + item.end - sequence.start : first + count] += change
+                    shift += change
+            shifts.append(shift)
+            first += count
+        batch.rope_positions, batch.rope_shifts = positions, torch.tensor(shifts)
+        if not any(sequence.media for sequence in sequences):
+            batch.rope_positions = positions[0].contiguous()
+
+
 class PictureEncoder:
     """The encoder of one model.
 
@@ -118,8 +159,6 @@ class PictureEncoder:
         self, rule: PictureRule, tower: Any, inputs: Callable[[Any, str], _Inputs], device: torch.device
     ) -> None:
         self._rule, self._tower, self._inputs, self._device = rule, tower, inputs, device
-        self.components = torch.tensor(rule.components, dtype=torch.int64)
-        """By which of a token's positions each pair of elements turns, [head_dim / 2] int64; empty without M-RoPE."""
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._rows_bytes = 0
         self._placed: list[PlacedPicture] = []
@@ -169,38 +208,6 @@ class PictureEncoder:
         placed, self._placed = tuple(self._placed), []
         return placed
 
-    def set_positions(self, batch: PackedBatch, sequences: Sequence[SequenceStep]) -> None:
-        """Give a batch on the host the positions by which RoPE turns, if the model has M-RoPE.
-
-        Args:
-            batch: changed.
-            sequences: the batch's, in the order of their rows.
-        """
-        if not self._rule.components:
-            return
-        positions, shifts, first = batch.positions.repeat(3, 1), list[int](), 0
-        for sequence in sequences:
-            count = len(sequence.token_ids) // 4
-            end, shift = sequence.start + count, sequence.rope_shift
-            positions[:, first : first + count] += shift
-            for item in overlapping(sequence.media, sequence.start, end):
-                rows, columns = self._rule.grid(item.width, item.height, item.detail)
-                own = torch.zeros(3, rows, columns, dtype=torch.int64)
-                own[1], own[2] = torch.arange(rows)[:, None], torch.arange(columns)
-                own = own.flatten(1) + item.begin + shift
-                begin, last = max(item.begin, sequence.start), min(item.end, end)
-                at = first + begin - sequence.start
-                positions[:, at : at + last - begin] = own[:, begin - item.begin : last - item.begin]
-                if item.end <= end:
-                    change = max(rows, columns) - rows * columns
-                    positions[:, first + item.end - sequence.start : first + count] += change
-                    shift += change
-            shifts.append(shift)
-            first += count
-        batch.rope_positions, batch.rope_shifts = positions, torch.tensor(shifts)
-        if not any(sequence.media for sequence in sequences):
-            batch.rope_positions = positions[0].contiguous()
-
     def rows(self, item: MediaItem) -> Tensor:
         """Return a picture's rows [n, k hidden], for its marks in their order; behind the first, those of later layers.
 
@@ -235,6 +242,12 @@ class PictureEncoder:
             further = getattr(made, "deepstack_features", None) or ()
             found += [torch.cat(each, 1) for each in zip(made.pooler_output, *further, strict=True)]
         return torch.cat(found)
+
+
+def picture_positions(path: Path) -> PicturePositions | None:
+    """Return the positions of a checkpoint's pictures; None: tokens of pictures turn by their place, as others."""
+    rule = engine_rule(path)
+    return None if isinstance(rule, str) or not rule.components else PicturePositions(rule)
 
 
 def load_encoder(path: Path, dtype: torch.dtype, device: torch.device) -> PictureEncoder | None:

@@ -33,7 +33,7 @@ from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_loop import NativeLoop, RunInputs, make_native_run
 from moonpool.engine.models.native_step import NativeLayers, Progress, StepInputs, StepSignals, native_layers
-from moonpool.engine.models.pictures import PictureEncoder
+from moonpool.engine.models.pictures import PictureEncoder, PicturePositions
 from moonpool.engine.models.pooling_head import LENGTH_ONE
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
@@ -66,13 +66,14 @@ class StageModel:
     `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
     "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
     the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`. `pooling_head`: what
-    follows on pooled states.
+    follows on pooled states. `picture_positions`: M-RoPE's, if the model takes pictures and has M-RoPE.
     """
 
     by_layers = True
     pooling_head = LENGTH_ONE
     pictures: PictureEncoder | None = None
     """Of the first stage; None: prompts have no pictures."""
+    picture_positions: PicturePositions | None = None
 
     def __init__(
         self,
@@ -555,8 +556,8 @@ class StageModel:
             if positions.dim() == 1:
                 batch.angles[key] = self._ropes[rope].angles(positions)
             else:
-                assert self.pictures is not None
-                batch.angles[key] = self._ropes[rope].angles_of(positions, self.pictures.components)
+                assert self.picture_positions is not None
+                batch.angles[key] = self._ropes[rope].angles_of(positions, self.picture_positions.components)
         return batch.angles[key]
 
     def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:

@@ -75,6 +75,23 @@ def test_what_engines_get_has_the_pictures_and_their_keys(served: ServedModel) -
     assert request.keys_with(request.prompt[:40]) == block_keys(request.chain_root, longer, BLOCK, request.media)
 
 
+def test_a_picture_is_its_bytes_whatever_it_is_called(served: ServedModel) -> None:
+    """Peers have made keys of URLs, behind which pictures change."""
+    place = "https://images.example.com/today.png"
+    seen = [replace(CAT, content=content, place=place) for content in (b"one", b"two", b"one")]
+    keys = [read(served, turn("Look: ", each, "What is it?")).prompt_keys for each in seen]
+    assert keys[0] == keys[2]
+    assert not set(keys[0][1:]) & set(keys[1][1:])
+    elsewhere = read(served, turn("Look: ", replace(seen[0], place="messages.0"), "What is it?"))
+    assert elsewhere.prompt_keys == keys[0]
+
+
+def test_the_same_picture_behind_another_text_is_computed_anew(served: ServedModel) -> None:
+    first, other = (read(served, turn(text, CAT, "What is it?")) for text in ("Look: ", "Loop: "))
+    assert first.media[0].digest == other.media[0].digest
+    assert not set(first.prompt_keys) & set(other.prompt_keys)
+
+
 def test_a_text_is_never_a_picture(served: ServedModel) -> None:
     marks = "<image> <fake_token_around_image><global-img>"
     assert not isinstance(served.pictures, str)

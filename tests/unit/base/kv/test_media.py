@@ -87,6 +87,16 @@ def test_a_text_that_imitates_a_picture_has_another_key() -> None:
     assert block_keys(ROOT, spelled, len(spelled)) != block_keys(ROOT, [MARK] * 4, 4, [item])
 
 
+def test_every_byte_of_a_digest_counts() -> None:
+    """Peers have folded digests to 16 or 31 bits, and served other people's pictures."""
+    digest, tokens = media_digest(b"cat", ()), [MARK] * 4
+    known = {block_keys(ROOT, tokens, 4, [MediaItem(0, 4, digest)])[0]}
+    for at in range(32):
+        other = digest[:at] + bytes([digest[at] ^ 1]) + digest[at + 1 :]
+        known.add(block_keys(ROOT, tokens, 4, [MediaItem(0, 4, other)])[0])
+    assert len(known) == 33
+
+
 @pytest.mark.parametrize(
     ("media", "why"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint import Tokenizer, inspect_checkpoint, load_config
 from moonpool.base.checkpoint.picture_rule import engine_rule
 from moonpool.base.errors import CheckpointError
 from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
@@ -26,6 +26,7 @@ from tests.pictures import (
     add_weights,
     arranged_model,
     cell_model,
+    expert_model,
     hybrid_model,
     older_patch_model,
     patch_model,
@@ -50,6 +51,7 @@ MODELS = {
     "Qwen2-VL": older_patch_model,
     "Qwen2.5-VL": patch_model,
     "Qwen3-VL": stacked_model,
+    "Qwen3-VL, experts": expert_model,
     "Qwen3.5": hybrid_model,
     "SmolVLM": smolvlm_model,
 }
@@ -98,10 +100,13 @@ def computed(
     media: tuple[MediaItem, ...],
     size: int,
     stored: torch.dtype | None = None,
+    borders: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """Logits behind the prompt, computed in chunks of so many tokens; `stored`: the type of quantised KV."""
-    runner, rule = Runner(folder, torch.float32, stored=stored), engine_rule(folder)
-    (stage,) = runner.stages
+    """Logits behind the prompt, computed in chunks of so many tokens.
+
+    `stored`: the type of quantised KV. `borders`: layers where a further stage begins.
+    """
+    runner, rule = Runner(folder, torch.float32, borders, stored=stored), engine_rule(folder)
     assert not isinstance(rule, str)
     seen = EngineRequest((), len(tokens), len(tokens))
     request = IncomingRequest("r", tokens, BlockKey(bytes(32)), SequenceSampling(len(tokens)), seen, media=media)
@@ -113,14 +118,27 @@ def computed(
         step = SequenceStep(part, start, tuple(table), media=here, rope_shift=request.rope_shift(start))
         steps, pictures = with_rests([step], BLOCK) if runner.config.decoder.whole_pictures else ([step], [])
         packed = [(each.token_ids, each.start, each.block_table) for each in steps]
-        batch = PackedBatch.build(packed, BLOCK, full_hits=range(1, len(steps)))
-        batch.pictures = pictures
-        hidden = stage.embed(batch.token_ids, batch.positions)
-        encoder.set_positions(batch, steps)
-        if here:
-            encoder.place(hidden, steps, batch)
-        _, hidden = stage.run(hidden, batch, runner.pool, 0, stage.layer_end, scales=runner.scales)
-    return stage.logits(hidden[end - start - 1 : end - start])
+        hidden = torch.empty(0)
+        for stage in runner.stages:  # each makes a batch of its own
+            batch = PackedBatch.build(packed, BLOCK, full_hits=range(1, len(steps)))
+            batch.pictures = pictures
+            if stage.picture_positions is not None:
+                stage.picture_positions.set_positions(batch, steps)
+            if stage.is_first:
+                hidden = stage.embed(batch.token_ids, batch.positions)
+            if stage.is_first and here:
+                encoder.place(hidden, steps, batch)
+            layers = slice(stage.layer_begin, stage.layer_end)
+            scales = None if runner.scales is None else runner.scales[layers]
+            _, hidden = stage.run(hidden, batch, runner.pool[layers], layers.start, layers.stop, scales=scales)
+    return runner.stages[-1].logits(hidden[end - start - 1 : end - start])
+
+
+def test_stages_know_the_places_of_pictures(folder: Path, encoder: PictureEncoder) -> None:
+    """Also Qwen3-VL's, whose encoder adds to the two layers of the first stage."""
+    prompt, layers = prompt_of(folder, "a<image>b<image>c", pictures_of(SIZES[:2])), load_config(folder).num_layers
+    whole, parted = (computed(folder, encoder, *prompt, 7, borders=borders) for borders in ((), (layers // 2,)))
+    assert (parted - whole).abs().max() < TOLERANCE * whole.abs().max()
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 64, 512])
@@ -163,6 +181,10 @@ def test_whole_pictures_of_quantised_kv_do_not_depend_on_where_chunks_end(tmp_pa
         assert (cut - whole).abs().max() < TOLERANCE * whole.abs().max(), size
     plain = computed(folder, encoder, *prompt, 512)
     assert (plain - whole).abs().max() > 10 * TOLERANCE * whole.abs().max(), "KV is quantised"
+
+
+def test_the_encoder_is_counted_before_it_is_loaded(folder: Path, encoder: PictureEncoder) -> None:
+    assert inspect_checkpoint(folder).picture_bytes == encoder.nbytes
 
 
 def test_another_picture_gives_other_logits_and_the_same_the_same_rows(folder: Path, encoder: PictureEncoder) -> None:
