@@ -107,6 +107,7 @@ async def hand_freed_memory_back() -> None:
     while True:
         await asyncio.sleep(REST_S)
         if freed.is_due(use.processor_s(), use.resident_bytes()):
+            gc.collect()  # requests that were refused leave cycles, of errors and their frames, with all texts
             await asyncio.to_thread(release_memory)
             freed.handed_back(use.resident_bytes())
 

@@ -1,12 +1,19 @@
 """Settings of a process."""
 
+import asyncio
+import dataclasses
+import gc
+import itertools
 import resource
 import subprocess
 import sys
+import weakref
 
 import pytest
 
+from moonpool.base import world
 from moonpool.base.malloc import KEPT_BYTES, LITTLE_BYTES, REST_S, FreedMemory
+from moonpool.base.rpc import tuning
 from moonpool.base.rpc.tuning import raise_open_files_limit
 
 
@@ -72,3 +79,29 @@ def test_memory_in_use_is_handed_back_once_it_is_freed() -> None:
     assert freed.is_due(0.6 + REST_S, load), "more is held"
     freed.handed_back(rest + KEPT_BYTES)
     assert not freed.is_due(0.7 + REST_S, rest + KEPT_BYTES)
+
+
+class Cycle:
+    """Refers to itself, as an error that its own frame holds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+async def test_cycles_are_freed_before_memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector looks seldom, and refused requests leave cycles with all their texts."""
+    freed, sizes = asyncio.Event(), itertools.chain([0.0], itertools.repeat(2.0 * KEPT_BYTES))
+    usage = world.MachineUse(resident_bytes=lambda: next(sizes), processor_s=lambda: 0.0)
+    monkeypatch.setattr(tuning, "REST_S", 0.001)
+    gc.disable()
+    token = world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), usage=usage))
+    try:
+        kept = weakref.ref(Cycle(), lambda _: freed.set())
+        assert kept() is not None
+        resting = asyncio.create_task(tuning.hand_freed_memory_back())
+        await asyncio.wait_for(freed.wait(), 30.0)
+        resting.cancel()
+        await asyncio.gather(resting, return_exceptions=True)
+    finally:
+        world.CURRENT.reset(token)
+        gc.enable()
