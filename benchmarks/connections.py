@@ -65,7 +65,7 @@ class Load:
                     return
                 said = said if len(said) < TURNS else [str(draws.random())]
                 said.append(" ".join(draws.choices(WORDS, k=draws.randint(*TURN_WORDS))))
-                (kind,) = draws.choices(list(KINDS), KINDS.values())
+                (kind,) = draws.choices(list(KINDS), list(KINDS.values()))
                 try:
                     self.ends[await self._ask(session, kind, " ".join(said), draws)] += 1
                 except aiohttp.ClientError as error:

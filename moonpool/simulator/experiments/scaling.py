@@ -61,6 +61,7 @@ class ScaledPool:
     Attributes:
         instances: all that may run.
         ordered: how many run or start, without those that drain.
+        bound: how many may be ordered.
         readings: (second, wanted) of the last minute.
         asked: (second, instances asked for) within the pause before instances are taken away.
         seconds: instance seconds so far, from order to end.
@@ -69,6 +70,7 @@ class ScaledPool:
     kind: str
     instances: Sequence[EngineInstance]
     ordered: int
+    bound: int
     readings: deque[tuple[float, float]] = field(default_factory=deque)
     asked: deque[tuple[float, int]] = field(default_factory=deque)
     starting: int = 0
@@ -83,7 +85,7 @@ class ScaledPool:
             self.readings.popleft()
         mean = sum(value for _, value in self.readings) / len(self.readings)
         asked = self.ordered if abs(mean / self.ordered - 1.0) <= TOLERANCE else math.ceil(mean)
-        asked = min(max(asked, 1), len(self.instances))
+        asked = min(max(asked, 1), self.bound)
         self.asked.append((now, asked))
         while self.asked[0][0] < now - PAUSE_S[self.kind]:
             self.asked.popleft()
@@ -95,16 +97,24 @@ class ScaledPool:
         return self.ordered
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a scaler may do: most instances of each kind, and the seconds that a start takes."""
+
+    most: int
+    start_s: float
+
+
 class Scaler:
     """Reads a rule and starts and drains instances, while there are requests."""
 
-    def __init__(self, cluster: Cluster, rule: Rule | None, start_s: float) -> None:
-        """`rule`: None = nothing changes. `start_s`: seconds from the order to the instance's joining."""
+    def __init__(self, cluster: Cluster, rule: Rule | None, bounds: Bounds) -> None:
+        """`rule`: None = nothing changes."""
         config = cluster.config
-        self._cluster, self._rule, self._start_ps = cluster, rule, ps(start_s)
+        self._cluster, self._rule, self._start_ps = cluster, rule, ps(bounds.start_s)
         self.pools = (
-            ScaledPool("prefill", cluster.prefills, config.prefill),
-            ScaledPool("decode", cluster.decodes, config.decode),
+            ScaledPool("prefill", cluster.prefills, config.prefill, bounds.most),
+            ScaledPool("decode", cluster.decodes, config.decode, bounds.most),
         )
         self.course: dict[str, list[tuple[float, float]]] = {pool.kind: [] for pool in self.pools}
         cluster.world.after(0, self._poll)
@@ -145,14 +155,6 @@ class Scaler:
             self._cluster.machines.begin(free)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a scaler may do: most instances of each kind, and the seconds that a start takes."""
-
-    most: int
-    start_s: float
-
-
 def scaling(
     config: ClusterConfig, source: RequestSource, bounds: Bounds, targets: Sequence[tuple[float, float]], tell: Progress
 ) -> Result:
@@ -166,7 +168,7 @@ def scaling(
     for name, rule in rules.items():
         collector = Collector(config.slo)
         cluster = Cluster(replace(config, spare=spare if rule is not None else 0), collector.add)
-        scaler = Scaler(cluster, rule, bounds.start_s)
+        scaler = Scaler(cluster, rule, bounds)
         cluster.feed(source.read())
         cluster.run()
         cluster.check_at_rest()

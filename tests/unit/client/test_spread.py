@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from google.protobuf.message import Message
 
 from moonpool.base import world
 from moonpool.base.errors import NotFound, Unsupported
@@ -91,6 +92,13 @@ def test_requests_of_a_client_are_spread_and_lost_ones_go_on(dial: Dial) -> None
     assert (len(down.requests), len(up.requests)) == (1, 5)
 
 
+class Lost(FakeConductor):
+    """Does not answer."""
+
+    def answer(self, request: Message) -> Message:
+        raise NotConnected("down")
+
+
 def test_the_clusters_state_has_the_requests_of_all_conductors(dial: Dial) -> None:
     def fake(requests: int, p50: float, ago_s: Sequence[float], **tenants: int) -> FakeConductor:
         conductor = FakeConductor()
@@ -111,9 +119,7 @@ def test_the_clusters_state_has_the_requests_of_all_conductors(dial: Dial) -> No
             assert [(tenant.tenant, tenant.requests) for tenant in state.queue.tenants] == [("a", 3), ("b", 1)]
             assert (state.recent.ttft_s.p50, state.recent.ttft_s.p99) == (1.75, 4.0)
             assert [request.request_id for request in state.recent.last] == ["1 1", "3 2", "1 3"], "newest first"
-    lost = FakeConductor()
-    lost.answer = lambda _: (_ for _ in ()).throw(NotConnected("down"))  # type: ignore[method-assign]
-    with dial(one, lost) as client:
+    with dial(one, Lost()) as client:
         assert client.cluster_state().recent.requests == 1
 
 

@@ -16,12 +16,12 @@ SOURCE = RequestSource(requests=40)
 
 
 def test_a_pool_grows_at_once_and_shrinks_by_one_after_a_pause() -> None:
-    pool = ScaledPool("prefill", [None] * 5, 2)  # type: ignore[list-item]
+    pool = ScaledPool("prefill", [None] * 9, 2, 5)  # type: ignore[list-item]
     assert pool.read(0.0, 2.1) == 2, "within the tolerance"
     assert pool.read(POLL_S, 4.0) == pool.ordered + 2, "the mean of both readings, rounded up"
     pool.ordered = 4
     now = POLL_S + MEAN_S
-    assert pool.read(now, 9.0) == 5, "no more than there are"
+    assert pool.read(now, 9.0) == 5, "no more than may be"
     pool.ordered = 5
     for number in range(int(PAUSE_S["prefill"] / POLL_S)):
         now += POLL_S
@@ -39,7 +39,7 @@ def test_instances_come_and_drain_under_requests() -> None:
     cluster = Cluster(replace(CONFIG, spare=2), collector.add)
     assert [instance.up for instance in cluster.prefills] == [True, False, False]
     turns = iter([(3.0, 3.0)] * 8)
-    scaler = Scaler(cluster, lambda _: next(turns, (1.0, 1.0)), start_s=5.0)
+    scaler = Scaler(cluster, lambda _: next(turns, (1.0, 1.0)), Bounds(3, 5.0))
     cluster.feed(SOURCE.read())
     cluster.run()
     cluster.check_at_rest()
