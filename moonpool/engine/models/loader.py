@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -528,7 +528,8 @@ class _LayerReader:
                 return found
         packed = self._reader.packed_experts(stored)
         counts = None if packed is not None else self._reader.counts(stored)
-        for expert, weight in enumerate(self._reader.each(stored) if packed is None else packed):
+        each: Iterable[Tensor | LinearWeight] = self._reader.each(stored) if packed is None else packed
+        for expert, weight in enumerate(each):
             bias = None if biases is None else biases[expert]
             if isinstance(weight, Tensor):
                 own = None if counts is None else counts[expert]

@@ -93,7 +93,7 @@ class SafetensorsFiles:
     def each(self, name: str, info: TensorInfo) -> Iterator[Tensor]:
         if info.format is not None:
             with _named(name, info):
-                yield from weight_reader(info.format).dense(self._parts(info)).split(1)
+                yield from torch.split(weight_reader(info.format).dense(self._parts(info)), 1)
             return
         shape = (1, *info.shape[1:])
         size = prod(shape) * _SAFETENSORS_TYPES[info.dtype].itemsize
@@ -148,7 +148,7 @@ class GgufTensors:
     def each(self, name: str, info: TensorInfo) -> Iterator[Tensor]:
         whole = torch.empty(info.shape)
         self.copy(name, info, whole)
-        yield from whole.split(1)
+        yield from torch.split(whole, 1)
 
     def _stored(self, name: str, info: TensorInfo) -> tuple[GgufType, NDArray[np.uint8], int]:
         """Return a tensor's type, bytes [rows, bytes per row] and elements per row."""

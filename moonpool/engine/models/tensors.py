@@ -194,7 +194,7 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
 def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec, has: Callable[[str], bool]) -> Slots:
     """Return the tensors of a recurrent part; projections that are stacked have numbers behind their slots."""
     keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
-    rows = {
+    rows: tuple[int, ...] = {
         "short_conv": (3 * spec.width,),
         "mamba2": (values + spec.channels + spec.heads,),
         "gated_delta": (spec.channels + values, 2 * spec.heads)

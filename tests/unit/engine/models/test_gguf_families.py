@@ -520,13 +520,16 @@ def values_in_turn(name: str, values: NDArray[np.float32], config: Any) -> NDArr
     order = np.arange(heads).reshape(keys, -1).T.flatten()
     rows = (order[:, None] * width + np.arange(width)).flatten()
     kept = 2 * keys * config.linear_key_head_dim
+    moved: NDArray[np.float32] = values
     if "in_proj_qkv" in name or "conv1d" in name:
-        return np.concatenate((values[:kept], values[kept:][rows]))
-    if "in_proj_z" in name:
-        return values[rows]
-    if "out_proj" in name:
-        return values[:, rows]
-    return values if "norm" in name else values[order]
+        moved = np.concatenate((values[:kept], values[kept:][rows]))
+    elif "in_proj_z" in name:
+        moved = values[rows]
+    elif "out_proj" in name:
+        moved = values[:, rows]
+    elif "norm" not in name:
+        moved = values[order]
+    return moved
 
 
 def permuted(values: NDArray[Any], name: str, config: Any, head_dim: int) -> NDArray[Any]:
