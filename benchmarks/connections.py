@@ -28,6 +28,8 @@ KINDS = {"whole": 0.45, "streamed": 0.45, "left": 0.06, "bad": 0.04}
 TURNS, TURN_WORDS, ANSWER_TOKENS = 8, (5, 120), (1, 64)
 GROWTH, GROWTH_BYTES = 0.03, 4 << 20
 MOST_SAMPLES = 60
+ANSWER_S = 660.0
+"""The gateway ends a request after 600 s."""
 KEEP_ALIVE_S = 10.0
 """Below the gateway's 15 s, so that no request goes to a connection that is being closed."""
 NAMES_ITS_WAIT = re.compile(r"waited for|slow to take|no conductor has taken")
@@ -56,9 +58,8 @@ class Load:
     async def connection(self, draws: random.Random) -> None:
         """Ask over one connection until the time is over."""
         said: list[str] = []
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=KEEP_ALIVE_S)
-        ) as session:
+        connector = aiohttp.TCPConnector(limit=1, keepalive_timeout=KEEP_ALIVE_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(ANSWER_S)) as session:
             while True:
                 await asyncio.sleep(min(draws.expovariate(1.0 / self.pause_s), self.until - time.monotonic()))
                 if time.monotonic() >= self.until:
@@ -68,7 +69,7 @@ class Load:
                 (kind,) = draws.choices(list(KINDS), list(KINDS.values()))
                 try:
                     self.ends[await self._ask(session, kind, " ".join(said), draws)] += 1
-                except aiohttp.ClientError as error:
+                except (aiohttp.ClientError, TimeoutError) as error:
                     self.ends[f"broken: {type(error).__name__}"] += 1
 
     async def _ask(self, session: aiohttp.ClientSession, kind: str, prompt: str, draws: random.Random) -> str:

@@ -116,6 +116,8 @@ class Scaler:
             ScaledPool("prefill", cluster.prefills, config.prefill, bounds.most),
             ScaledPool("decode", cluster.decodes, config.decode, bounds.most),
         )
+        for pool in self.pools:
+            pool.asked.append((0.0, pool.ordered))  # the pools were right before
         self.course: dict[str, list[tuple[float, float]]] = {pool.kind: [] for pool in self.pools}
         cluster.world.after(0, self._poll)
 
