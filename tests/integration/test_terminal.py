@@ -26,23 +26,23 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Termin
 def press(terminal: Terminal, name: str, key: str, until: str) -> str:
     """Press a key; returns the screen when it shows a text."""
     terminal.tmux("send-keys", "-t", name, key)
-    terminal.wait(lambda: until in terminal.screen(name))
+    terminal.wait(name, lambda session: until in terminal.screen(session))
     return terminal.screen(name)
 
 
 def test_a_stack_that_is_asked_to_stop_says_so_and_again_stops_at_once(terminal: Terminal) -> None:
     """Behind the start there is the greeting alone; the first Ctrl-C waits for requests, the second does not."""
     terminal.begin("stack", STACK)
-    terminal.wait(lambda: "Ctrl-C stops." in terminal.screen("stack"))
+    terminal.wait("stack", lambda session: "Ctrl-C stops." in terminal.screen(session))
     greeting = terminal.screen("stack").splitlines()
     assert greeting[0].startswith("ready:    http://127.0.0.1:"), greeting
     assert not any(sign in line for line in greeting for sign in ("━", "starting", "loading", "kernels"))
     terminal.begin("asks", "generate 'The moon is' --max-tokens 100000")
-    terminal.wait(lambda: "\n" in terminal.screen("asks"))  # the answer has begun
+    terminal.wait("asks", lambda session: "\n" in terminal.screen(session))  # the answer has begun
     press(terminal, "stack", "C-c", "stopping: running requests end first")
     assert not terminal.ended("stack"), "a request runs"
     shown = press(terminal, "stack", "C-c", "stopping now")
-    terminal.wait(lambda: terminal.ended("stack"))
+    terminal.wait("stack", terminal.ended)
     assert shown.count("stopping") == 2
     assert "Traceback" not in terminal.screen("stack")
 
@@ -51,9 +51,9 @@ def test_a_stack_that_is_asked_to_stop_says_so_and_again_stops_at_once(terminal:
 @pytest.mark.parametrize("verb", ["serve bundled --port 0", "run bundled hello", "demo bundled"])
 def test_a_start_is_broken_off_with_a_word_and_leaves_no_bar(terminal: Terminal, verb: str) -> None:
     terminal.begin("start", verb)
-    terminal.wait(lambda: "compiling native code" in terminal.screen("start"))
+    terminal.wait("start", lambda session: "compiling native code" in terminal.screen(session))
     press(terminal, "start", "C-c", "stopping")
-    terminal.wait(lambda: terminal.ended("start"))
+    terminal.wait("start", terminal.ended)
     shown = terminal.screen("start")
     assert shown.count("stopping") == 1
     assert not any(sign in shown for sign in ("compiling native code", "━", "Traceback", "Aborted")), shown

@@ -407,8 +407,9 @@ class Storm:
             await self.cluster.rest()
         except AssertionError as error:
             self.bad.append(str(error))
-        asks = list(self._each())
-        _, *outcomes = await asyncio.gather(self._run_batch(TENANTS[0]), *(self._ask(ask) for ask in asks))
+        batch = asyncio.create_task(self._run_batch(TENANTS[0]))
+        outcomes = await asyncio.gather(*(self._ask(ask) for ask in self._each()))
+        await batch
         for outcome in outcomes:
             if outcome.ended != "complete":
                 self.bad.append(f"in the calm: {outcome.ask}: {outcome.ended} {outcome.error}")
