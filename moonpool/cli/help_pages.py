@@ -27,7 +27,7 @@ def with_pages(command: Any) -> Any:
 
 def page_without_verb(group: Any, ctx: Any, args: list[str]) -> list[str]:
     """The arguments of a group of verbs; without any, print its page and end, as after a wrong use."""
-    if not args and group.no_args_is_help:
+    if not args and group.no_args_is_help and not ctx.resilient_parsing:
         typer.echo(page_of(group, ctx).rstrip("\n"))
         ctx.exit(2)
     return args

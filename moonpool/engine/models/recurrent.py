@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moonpool.base.families.spec import RecurrentSpec
+from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.weights.linear import Linear
 
@@ -248,9 +249,9 @@ class _Inputs:
         if spec.kind == "mamba2":
             if spec.input_factors:
                 keys = spec.key_heads * spec.key_dim
-                counts = torch.tensor([values, values, keys, keys, spec.heads], device=projected.device)
-                factors = torch.tensor(spec.input_factors, dtype=projected.dtype, device=projected.device)
-                projected = projected * factors.repeat_interleave(counts)
+                counts = torch.tensor([values, values, keys, keys, spec.heads])
+                factors = torch.tensor(spec.input_factors, dtype=projected.dtype).repeat_interleave(counts)
+                projected = projected * send_to_device(factors, projected.device)
             gate, mixed, step = torch.split(projected, [values, channels, spec.heads], dim=1)
             step = functional.softplus(step.float() + weights.step_bias)
             return cls(mixed, gate, weights.decay * step, step)

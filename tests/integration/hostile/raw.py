@@ -21,7 +21,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import read_gauges, wait_at_rest
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
+from moonpool.v1 import calls_pb2, conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.stack import CheckedStack
 
@@ -36,8 +36,8 @@ SERVICES: dict[str, ServiceDescriptor] = {
 }
 METHODS: dict[str, MethodDescriptor] = {
     f"{kind}.{method.name}": method for kind, service in SERVICES.items() for method in service.methods
-}
-"""Every RPC of every service, by "service.Method"."""
+} | {"conductor.Carry": calls_pb2.DESCRIPTOR.services_by_name["CallsService"].methods_by_name["Carry"]}
+"""Every RPC of every service, by "service.Method"; what all services have is called at one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,6 +180,8 @@ class Stack:
             message.hello.CopyFrom(self.join_hello(kv_pb2.INSTANCE_KIND_KVSTORE))
         elif name == "decode.Steps":
             message.hello.conductor.id = "raw"
+        elif name == "conductor.Carry":
+            message.cancelled.append(1)
         else:
             message.hello.CopyFrom(self.hello())
         return message

@@ -49,7 +49,7 @@ def test_every_rpc_is_covered() -> None:
     files = [descriptor_pool.Default().FindFileByName(f"moonpool/v1/{name}") for name in names]
     methods = {method.full_name for file in files for each in file.services_by_name.values() for method in each.methods}
     assert methods == {method.full_name for method in METHODS.values()}
-    assert len({name.rpartition(".")[0] for name in methods}) == len(SERVICES)
+    assert len({name.rpartition(".")[0] for name in methods}) == len(SERVICES) + 1  # carried calls are every service's
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorSet
 
-from moonpool.v1 import adapter_pb2, conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
+from moonpool.v1 import adapter_pb2, calls_pb2, conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.unit.base.contracts.breaking import breaking_changes, renamed
 
 ROOT = Path(__file__).parents[4]
-MODULES = (adapter_pb2, conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2)
+MODULES = (adapter_pb2, calls_pb2, conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2)
 
 
 def released() -> FileDescriptorSet:

@@ -47,7 +47,7 @@ def test_another_configuration_has_kv_of_its_own(tmp_path: Path) -> None:
     assert "transformers' own modelling code" in inspect_checkpoint(tmp_path).computed
 
 
-@pytest.mark.parametrize(("model_type", "words"), [("codegen", "cannot be served"), ("falcon_h1", "recurrent state")])
+@pytest.mark.parametrize(("model_type", "words"), [("codegen", "cannot be served"), ("jamba", "recurrent state")])
 def test_what_does_not_attend_through_the_interface_is_refused(model_type: str, words: str, tmp_path: Path) -> None:
     """By name, when it is loaded: it has a rotary embedding of its own kind, or a state beside KV."""
     config = transformers.AutoConfig.for_model(model_type, **{**TINY, "rotary_dim": 8, "num_hidden_layers": 2})

@@ -153,7 +153,7 @@ async def test_blocks_in_kvstores_count_where_the_engine_uses_kvstores(tmp_path:
         )
         engine.page_namespace = "ab" * 32
         await running.exit.enter_async_context(adapter(engine.url, running.address, "one", kvstores=True))
-        await running.until(lambda: running.cluster.find("one-decode") is not None)
+        await running.until(lambda: all(map(running.cluster.find, ("one-prefill", "one-decode"))))
         prompt = list(range(4 * BLOCK_SIZE))
         root = chain_root(bytes.fromhex(engine.page_namespace), "ann")
         keys = block_keys(root, prompt, BLOCK_SIZE)
@@ -177,7 +177,7 @@ async def test_a_load_that_the_conductor_expects_counts_as_cached(tmp_path: Path
         )
         engine.page_namespace, engine.token_s = "ab" * 32, 0.0005
         await running.exit.enter_async_context(adapter(engine.url, running.address, "one", kvstores=True))
-        await running.until(lambda: running.cluster.find("one-decode") is not None)
+        await running.until(lambda: all(map(running.cluster.find, ("one-prefill", "one-decode"))))
         prompt, member = list(range(40 * BLOCK_SIZE)), store()
         root = chain_root(bytes.fromhex(engine.page_namespace), "")
         member.keys = [*block_keys(root, prompt, BLOCK_SIZE)[:30]]
@@ -349,7 +349,7 @@ async def test_an_engine_that_restarts_joins_again_with_what_it_holds(tmp_path: 
             return now is not None and now.epoch != before.epoch
 
         await running.until(is_back)
-        await running.until(lambda: running.cluster.find("one-decode") is not None)
+        await running.until(lambda: all(map(running.cluster.find, ("one-prefill", "one-decode"))))
         result = await running.client.generate(token_ids=prompt, sampling=sampling)
         assert result.usage.cached_tokens == 0
         await running.rest()

@@ -206,6 +206,7 @@ TINY = (
     ("ratio", "--requests", "8", "--instances", "4", "--kvstore", "1"),
     ("overload", "--requests", "12", *SMALL_CLUSTER),
     ("pipeline", "--requests", "2"),
+    ("scaling", "--requests", "20", "--most", "3", "--counts", "4/32", *SMALL_CLUSTER),
     ("roles", "--machines", "4", "--part-s", "60", "--parts", "2", "--reading-per-s", "0.2", "--talking-per-s", "0.5"),
     ("engines", "--requests", "8", "--machines", "2", "--chunks", "512", "--continuous", "2"),
     ("conductors", "--requests", "8", *SMALL_CLUSTER, "--crash-s", "2"),
