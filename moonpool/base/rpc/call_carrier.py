@@ -20,6 +20,7 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.rpc import messages
 from moonpool.base.rpc.carried_calls import FRAME_BYTES, FRAME_PARTS, WINDOW, weight
 from moonpool.base.rpc.errors import DETAIL_KEY
+from moonpool.base.rpc.wrapped_channel import WrappedChannel
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.v1 import calls_pb2
 
@@ -40,12 +41,12 @@ _NO_METADATA = grpc.aio.Metadata()
 Status = tuple[grpc.StatusCode, str, bytes]
 
 
-class CarryingChannel(grpc.aio.Channel):
+class CarryingChannel(WrappedChannel):
     """A channel that carries calls; the rest is the channel's own."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """Take over a channel, which has carried nothing yet."""
-        self._channel = channel
+        super().__init__(channel)
         self._carrier = _CallCarrier(
             channel.stream_stream(
                 CARRY,
@@ -54,37 +55,16 @@ class CarryingChannel(grpc.aio.Channel):
             )
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
     async def close(self, grace: float | None = None) -> None:
         """Begin no more calls; calls that run get `grace` seconds."""
         await self._carrier.close(grace)
         await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._carried(method, self._channel.unary_unary(method, *args, **kwargs), *args[:2], **kwargs)
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._carried(method, self._channel.unary_stream(method, *args, **kwargs), *args[:2], **kwargs)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.stream_unary(*args, **kwargs)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.stream_stream(*args, **kwargs)
 
     def _carried(
         self,

@@ -21,6 +21,7 @@ from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.base.rpc.tls_diagnosis import tls_trouble
 from moonpool.base.rpc.tuning import CONNECTION_OPTIONS
+from moonpool.base.rpc.wrapped_channel import WrappedChannel
 
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
@@ -52,33 +53,15 @@ def open_channel(address: str, tls: Tls | None = None, *, carries: bool = False)
     return CheckedChannel(CarryingChannel(channel) if carries else channel)
 
 
-class CheckedChannel(grpc.aio.Channel):
+class CheckedChannel(WrappedChannel):
     """A channel on which generated stubs, too, refuse answers that would cost too much to parse.
 
     Methods are made once: a stub for each call is cheap.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._methods: dict[tuple[object, ...], Callable[..., ClientCall]] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return self._method(self._channel.unary_unary, args, kwargs)

@@ -29,6 +29,7 @@ from moonpool.base.rpc.carried_calls import (
 from moonpool.base.rpc.channels import CheckedChannel
 from moonpool.base.rpc.messages import END_OF_STREAM
 from moonpool.base.rpc.server import RunningServer, serving
+from moonpool.base.rpc.wrapped_channel import WrappedChannel
 from moonpool.v1 import calls_pb2, calls_pb2_grpc, conductor_pb2, conductor_pb2_grpc, kv_pb2
 
 CONDUCTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
@@ -78,33 +79,12 @@ class Conductor:
             raise NotFound("lost")
 
 
-class CountingChannel(grpc.aio.Channel):
+class CountingChannel(WrappedChannel):
     """Counts the calls that a channel begins, by method."""
 
     def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
         self.begun: list[str] = []
-        self._channel = channel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-    async def __aenter__(self) -> Any:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)  # type: ignore[no-any-return]
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._counted(method, self._channel.unary_unary(method, *args, **kwargs))
