@@ -125,6 +125,8 @@ _UNREACHED = re.compile(
 """gRPC's words if no server listens at an address."""
 _UNKNOWN_HOST = re.compile(r"(?:errors resolving|DNS resolution failed for) ([^\s:]+).*", re.DOTALL)
 """Its words if a name has no address."""
+_WROTE_TO_ENDED = "Internal error from Core"
+"""Its words if a stream ends beneath a message that is being written: the write fails before the status is known."""
 _BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -144,6 +146,8 @@ def _from_bare_code(code: grpc.StatusCode, text: str) -> MoonpoolError:
         return InvalidRequest("", f"the request is too large: {text}")
     if code is grpc.StatusCode.CANCELLED:  # the other side's doing: our own cancel is asyncio.CancelledError
         return Unavailable(f"the call was cancelled: {text}")
+    if code is grpc.StatusCode.INTERNAL and text == _WROTE_TO_ENDED:
+        return Unavailable("the call ended while a message was sent")
     make = _BARE.get(code)
     return Internal(f"{code.name}: {text}") if make is None else make(text)
 

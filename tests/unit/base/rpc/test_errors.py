@@ -111,6 +111,10 @@ def test_bare_codes(code: grpc.StatusCode, kind: type[errors.MoonpoolError]) -> 
     assert type(bare(code)) is kind
 
 
+def test_a_stream_that_ended_while_it_was_written_to_is_a_broken_connection() -> None:
+    assert type(bare(grpc.StatusCode.INTERNAL, "Internal error from Core")) is errors.Unavailable
+
+
 @pytest.mark.parametrize("where", ["127.0.0.1:1", "[::1]:50051"])
 def test_an_address_at_which_nobody_listens_is_named_first(where: str) -> None:
     kind, why = "ipv6" if where.startswith("[") else "ipv4", "Connection refused"
