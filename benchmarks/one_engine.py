@@ -100,7 +100,7 @@ class Stack:
         """Memory of all processes; what several of them share counts once.
 
         Args:
-            kinds: of `Pss_Anon`, `Pss_File` and `Pss_Shmem`, those that count; all if none is named.
+            kinds: kinds of pages that count, by Linux's names; all if none is named.
             serving: of conductor and engines only.
         """
         counted = tuple(f"{kind}:" for kind in kinds or ("Pss",))
