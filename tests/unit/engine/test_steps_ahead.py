@@ -27,11 +27,16 @@ from tests.unit.engine.test_devices import FEW, Rig, ids, rig
 TABLES = ((4, 1, 6), (7, 2, 8), (0, 3, 5), (9, 10, 11))
 PROMPTS = tuple(tuple(range(first, first + 10)) for first in (5, 60, 90, 120))
 SPECS = tuple(
-    SampleSpec(SamplingParams(**{"temperature": 0.0, **params}), seed=7 + row)
-    for row, params in enumerate([
-        {}, {"temperature": 0.9}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.02},
-    ])
-)  # fmt: skip
+    SampleSpec(params, seed=7 + row)
+    for row, params in enumerate(
+        [
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=0.9),
+            SamplingParams(temperature=1.2, top_k=20, top_p=0.9),
+            SamplingParams(temperature=1.5, min_p=0.02),
+        ]
+    )
+)
 STEPS = 20
 Tokens = list[tuple[int | None, ...]]
 """Of each step, of all sequences."""
