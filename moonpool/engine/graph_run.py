@@ -6,23 +6,17 @@ ends with those tokens, the further step is thrown away: it writes KV behind the
 into which no KV is brought meanwhile.
 """
 
-from collections import deque
 from functools import partial
 
-import numpy as np
-from torch import Tensor
-
 from moonpool.base.scheduling.steps import Step
-from moonpool.engine.cuda_graphs import DecodeGraphs, GraphShape
+from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.layer_run import LayerRun
-from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
-from moonpool.engine.platforms.base import DeviceEvent, DeviceStream
 from moonpool.engine.run_mode import StageParts
 from moonpool.engine.sampling.captured import PlainRows, is_plain
-from moonpool.engine.sampling.sampler import NOT_FINITE, NOTHING_LEFT
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput
+from moonpool.engine.steps_ahead import StepsAhead
 from moonpool.engine.structured_output import PendingMasks
 
 _ENDS_OFTEN = 1 / 8
@@ -60,7 +54,7 @@ class GraphRun(LayerRun):
             return None
         return graphs.shape(run.step, run.packed, later)
 
-    def _steps_ahead(self, run: StepRun, rows: PlainRows) -> "StepsAhead | None":
+    def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
         graphs, shape = self._stage.graphs, self._shape(run, run.left)
         if graphs is None or shape is None or not graphs.samples(run.packed.num_tokens, rows.choice):
@@ -70,7 +64,7 @@ class GraphRun(LayerRun):
         later = run.step.steps - 1 - run.left
         return StepsAhead(graphs, self._stage.platform.stream, shape, run.packed, rows, later)
 
-    def _go_on(self, run: StepRun, ahead: "StepsAhead", times: StepStart) -> list[int] | None:
+    def _go_on(self, run: StepRun, ahead: StepsAhead, times: StepStart) -> list[int] | None:
         """Compute the step under way, and give the device the next."""
         gates, memory, step_id = self._stage.kv_gates, self._stage.platform.memory, run.step.step_id
         layers = range(self._stage.model.layer_begin, self._stage.model.layer_end)
@@ -109,55 +103,3 @@ class GraphRun(LayerRun):
         assert self._stage.graphs is not None
         assert run.shape is not None
         run.hidden = self._stage.graphs.run(run.shape, run.batch, run.hidden)
-
-
-class StepsAhead:
-    """A run's steps that the device has been given and the host has not read: two at most.
-
-    Args:
-        graphs: compute them.
-        stream: the compute stream.
-        shape: the graph's, for all steps of the run.
-        batch: the next step's, on the host; does not change before that step is read.
-        rows: how tokens are chosen.
-        later: steps of the run before the next.
-    """
-
-    def __init__(
-        self,
-        graphs: DecodeGraphs,
-        stream: DeviceStream,
-        shape: GraphShape,
-        batch: PackedBatch,
-        rows: PlainRows,
-        later: int,
-    ) -> None:
-        self._stream, self._rows, self._later = stream, rows, later
-        self._compute = partial(graphs.go_on, shape, batch.num_tokens, rows.choice)
-        self._found = [graphs.host_memory(batch.num_tokens) for _ in range(2)]
-        self._given: deque[tuple[DeviceEvent, Tensor]] = deque()
-        stream.run(partial(graphs.begin_run, shape, batch, rows))
-
-    @property
-    def last(self) -> DeviceEvent | None:
-        """The event behind the last step that was given and is not read; None: all are read."""
-        return self._given[-1][0] if self._given else None
-
-    def give(self) -> None:
-        """Give the device the next step."""
-        numbers = None if self._rows.choice == "greedy" else self._rows.numbers(self._later)
-        found = self._found[self._later % 2]
-        self._stream.run(partial(self._compute, numbers, found))
-        self._given.append((self._stream.record(), found))
-        self._later += 1
-
-    def read(self) -> tuple[StepOutput, DeviceEvent]:
-        """Wait for the oldest step that was given; return its tokens, and the event behind it."""
-        event, found = self._given.popleft()
-        event.wait()
-        tokens, bits = found.numpy()
-        output, highest = StepOutput(tokens.tolist()), bits.view(np.float32)
-        for row in np.flatnonzero(~np.isfinite(highest)).tolist():
-            output.sampled[row] = None
-            output.failed[row] = NOTHING_LEFT if highest[row] == -np.inf else NOT_FINITE
-        return output, event

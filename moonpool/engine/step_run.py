@@ -5,7 +5,7 @@ change, so a decode step has almost nothing to do in Python.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.platforms.base import DeviceEvent
 from moonpool.engine.sampling.captured import PlainRows
 from moonpool.engine.step_sampler import StepOutput, StepSampler
+from moonpool.engine.steps_ahead import StepsAhead
 from moonpool.engine.structured_output import PendingMasks
-
-if TYPE_CHECKING:
-    from moonpool.engine.graph_run import StepsAhead
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ class StepRun:
     """Set from the first sampling on."""
     plain: PlainRows | None = None
     """Set if captured work can choose the tokens of all steps."""
-    ahead: "StepsAhead | None" = None
+    ahead: StepsAhead | None = None
     """Gives the device the run's steps from now on; None: each step is given when the one before is read."""
     native: NativeLoop | None = None
     """Native loop for the run's steps from now on; None: Python runs them."""
