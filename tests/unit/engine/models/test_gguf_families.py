@@ -15,7 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from benchmarks.peers.gguf_files import VALUE_TYPES, finish
+from benchmarks.peers.gguf_files import VALUE_TYPES, add_tokenizer, finish
 from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
@@ -430,8 +430,15 @@ def family_of_file(architecture: str) -> ModelFamily:
     return next(family for family in FAMILIES.values() if family.model_type == model_type)
 
 
-def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *, leave_out: str = "") -> None:
-    """Write `model` as llama.cpp's converter does."""
+def write(
+    architecture: str,
+    model: transformers.PreTrainedModel,
+    file: Path,
+    *,
+    leave_out: str = "",
+    tokenizer: Path | None = None,
+) -> None:
+    """Write `model` as llama.cpp's converter does, with the tokenizer of a folder, or tokens that are only numbered."""
     config, family = model.config, family_of_file(architecture)
     assert family.gguf is not None
     kind = architecture.partition(",")[0]
@@ -481,8 +488,11 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
         writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if "nextn_predict_layers" in keys and kind == "qwen35":
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", np.ones(config.hidden_size, np.float32))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     finish(writer)
 
 
