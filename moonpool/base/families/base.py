@@ -58,7 +58,7 @@ class TensorNames:
     qkv_order: Literal["stacked", "grouped"] = "stacked"
     """Row order in `qkv`: all of q, then k, then v; or for each KV head the head's queries, key and value."""
     inputs_first: bool = False
-    """Whether weights are stored [inputs, outputs]."""
+    """Whether weights are stored [inputs, outputs]. GGUF files have outputs first, and all of q, k and v in turn."""
     output: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -141,12 +141,19 @@ class GgufNames:
     whole_norms: bool = False
     """Whether the converter added the family's offset to the weights of norms."""
     outer: Mapping[str, str] = field(
-        default_factory=lambda: {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
+        default_factory=lambda: {
+            "token_embd": "embedding",
+            "position_embd": "positions",
+            "output_norm": "norm",
+            "output": "head",
+        }
     )
     """Field of `TensorNames` by GGUF's name, for tensors outside layers."""
     layer: Mapping[str, str] = field(
         default_factory=lambda: {
             "attn_norm": "attention_norm",
+            "attn_norm_2": "feed_forward_norm",
+            "attn_qkv": "qkv",
             "attn_q": "q",
             "attn_k": "k",
             "attn_v": "v",

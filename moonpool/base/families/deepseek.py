@@ -224,4 +224,10 @@ GLM_MOE_DSA = ModelFamily(
         "n_group": 1,
         "topk_group": 1,
     },
+    gguf=GgufNames(
+        architecture="glm-dsa",
+        keys={**LATENT_KEYS, "index_topk": "attention.indexer.top_k"},
+        complete=lambda found: {**latent_from_gguf(found), "topk_method": "noaux_tc"},
+        further_layers="nextn_predict_layers",
+    ),
 )

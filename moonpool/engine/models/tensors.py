@@ -82,6 +82,7 @@ def layer_tensors(
     rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
     paired = rope.width if rope is not None and rope.paired else 0
     prefix, inner = (names.layer.format(index=at) for at in spec.stored_at or (index, index))
+    names = _of_checkpoint(names, lambda name: has(f"{prefix}{name}.weight"))
     if spec.per_layer:
         slots |= _linear(names, "per_layer_gate", names.per_layer_gate, (spec.per_layer, config.hidden_size))
         slots |= _linear(names, "per_layer_output", names.per_layer_output, (config.hidden_size, spec.per_layer))
@@ -108,6 +109,12 @@ def layer_tensors(
         if getattr(spec, slot):
             network |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
     return slots | {slot: replace(part, name=f"{inner}{part.name}") for slot, part in network.items()}
+
+
+def _of_checkpoint(names: TensorNames, has: Callable[[str], bool]) -> TensorNames:
+    """Return the names of GGUF files where queries, keys and values are three tensors there, and one in folders."""
+    split = names.qkv and not has(names.qkv) and has(names.q)
+    return replace(names, qkv="", inputs_first=False) if split else names
 
 
 def attention_inputs(spec: AttentionSpec, tensors: Container[str]) -> str:
