@@ -18,8 +18,6 @@ from moonpool.base.families.spec import AttentionSpec
 
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+(?:\.\w+)??)(?:\.(?P<kind>weight|bias|scale))?")
 _PAIRED = ("attn_q", "attn_k")
-_INDEXER = ".indexer."
-"""In names of tensors that are not loaded: what chooses the keys of sparse attention."""
 _WHOLE_NAMES = ("sinks", "correction", "scalar", "router_scale", "expert_scale")
 """Fields of `TensorNames` that do not end with .weight or .bias."""
 _WHOLE_RECURRENT = ("decay", "step_bias", "skip")
@@ -42,8 +40,6 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     names, second = family.names, SECOND_NORM in file.tensors
     for name, tensor in file.tensors.items():
         if name in (ROPE_DIVISORS, *LONGROPE_FACTORS) or (family.gguf.further_layers and _layer(name) >= layers):
-            continue
-        if _INDEXER in name:
             continue
         ours, leaf = translated(_swapped(name) if second else name, family)
         row = leaf == "exp_probs_b" and family.names.correction_row

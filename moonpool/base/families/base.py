@@ -80,6 +80,10 @@ class TensorNames:
     k_b: str = "self_attn.k_b_proj"
     """GGUF files have `kv_b` as two tensors: for keys, with the inputs first in each head, and for values."""
     v_b: str = "self_attn.v_b_proj"
+    index_q: str = "self_attn.indexer.wq_b"
+    index_k: str = "self_attn.indexer.wk"
+    index_k_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
     recurrent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of layers with a recurrent state: names by field of `moonpool.engine.models.recurrent.RecurrentWeights`. Tensors
     of one field are stacked. Names of "decay", "step_bias" and "skip" are whole."""
@@ -182,6 +186,10 @@ class GgufNames:
             "attn_kv_b": "kv_b",
             "attn_k_b": "k_b",
             "attn_v_b": "v_b",
+            "indexer.attn_q_b": "index_q",
+            "indexer.attn_k": "index_k",
+            "indexer.k_norm": "index_k_norm",
+            "indexer.proj": "index_weights",
             "attn_sinks": "sinks",
             "exp_probs_b": "correction",
         }
