@@ -15,7 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from benchmarks.peers.gguf_files import VALUE_TYPES, finish
+from benchmarks.peers.gguf_files import VALUE_TYPES, add_tokenizer, finish
 from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
@@ -430,8 +430,15 @@ def family_of_file(architecture: str) -> ModelFamily:
     return next(family for family in FAMILIES.values() if family.model_type == model_type)
 
 
-def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *, leave_out: str = "") -> None:
-    """Write `model` as llama.cpp's converter does."""
+def write(
+    architecture: str,
+    model: transformers.PreTrainedModel,
+    file: Path,
+    *,
+    leave_out: str = "",
+    tokenizer: Path | None = None,
+) -> None:
+    """Write `model` as llama.cpp's converter does, with the tokenizer of a folder, or tokens that are only numbered."""
     config, family = model.config, family_of_file(architecture)
     assert family.gguf is not None
     kind = architecture.partition(",")[0]
@@ -481,8 +488,11 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
         writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if "nextn_predict_layers" in keys and kind == "qwen35":
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", np.ones(config.hidden_size, np.float32))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     finish(writer)
 
 
@@ -554,7 +564,7 @@ def recurrent(
     found: list[tuple[str, NDArray[np.float32]]] = []
     for name, values in tensors:
         changed = -np.exp(values) if name.endswith("A_log") else multiplied(name, values, config)
-        if name.endswith(("query_key_value.weight", "query_key_value.bias")):
+        if "query_key_value." in name and kind in ("falcon", "gptneox"):
             changed = by_kind(changed, config)
         elif kind == "gpt2" and ".c_" in name:
             changed = changed.T
@@ -696,7 +706,8 @@ def test_files_of_deepseek_v3_say_deepseek2_too(tmp_path: Path, monkeypatch: pyt
 def test_every_family_with_a_gguf_name_has_a_case() -> None:
     found = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
     named = {name for names in found for name in (names.architecture, *names.other_architectures)}
-    assert named == {case.partition(",")[0] for case in FILES} | {"llama", "qwen2", "qwen3"}
+    elsewhere = {"bailingmoe2", "llama", "qwen2", "qwen3"}
+    assert named == {case.partition(",")[0] for case in FILES} | elsewhere
 
 
 @pytest.mark.parametrize("key", ["context_length", "block_count", "attention.layer_norm_rms_epsilon"])
