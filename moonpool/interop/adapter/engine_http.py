@@ -81,8 +81,8 @@ class EngineHttp:
         except _LOST as error:
             raise self.lost(error) from error
 
-    async def post_json(self, path: str, body: object, most_bytes: int = ANSWER_BYTES) -> Any:
-        """The whole answer to a request, of at most so many bytes.
+    async def post_json(self, path: str, body: object, most_bytes: int = 0) -> Any:
+        """The whole answer to a request, of at most so many bytes; 0: `ANSWER_BYTES`.
 
         Raises:
             Unavailable: the engine is lost, or cannot go on.
@@ -131,9 +131,9 @@ class EngineHttp:
         return Unavailable(f"{self.name} answers {status}: {told[:REASON_CHARS]}")
 
 
-async def _whole(response: aiohttp.ClientResponse, most_bytes: int = ANSWER_BYTES) -> bytes:
+async def _whole(response: aiohttp.ClientResponse, most_bytes: int = 0) -> bytes:
     """An answer's body. Raises ValueError if the body is too long."""
-    content = bytearray()
+    content, most_bytes = bytearray(), most_bytes or ANSWER_BYTES
     async for piece in response.content.iter_any():
         content += piece
         if len(content) > most_bytes:
