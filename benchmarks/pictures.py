@@ -19,10 +19,11 @@ import torch
 
 from benchmarks.frame import Progress, Row, optional, paired, run
 from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.kv.keys import tokens_to_bytes
 from moonpool.base.pictures.file_process import decode
 from moonpool.base.pictures.files import Picture
-from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.base.pictures.rule import with_pictures
 from moonpool.base.scheduling.steps import SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage

@@ -72,7 +72,7 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     _add_config(writer, config)
-    _add_tokenizer(writer, folder, pre)
+    add_tokenizer(writer, folder, pre)
     for key, value in (metadata or {}).items():
         for added in writer.kv_data:
             added.pop(key, None)
@@ -147,21 +147,22 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "gpt-2") -> None:
+    """Write the tokenizer and the chat template of a folder of the bundled model's kind."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    merges = json.loads(backend.to_str())["model"]["merges"]
+    content = json.loads(backend.to_str())
+    merges, special = content["model"]["merges"], {token["content"] for token in content["added_tokens"]}
     tokens = [backend.id_to_token(i) or "" for i in range(backend.get_vocab_size())]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    special = ("<s>", "</s>", "<pad>")
     writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(2)
-    writer.add_add_bos_token(settings["add_bos_token"])
+    writer.add_add_bos_token(settings.get("add_bos_token", False))
     writer.add_chat_template(settings["chat_template"])
 
 

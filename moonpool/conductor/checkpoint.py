@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.base.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.pictures.base import PictureRule
-from moonpool.base.pictures.rule import read_rule
 from moonpool.conductor.registry import ModelIdentity
 
 

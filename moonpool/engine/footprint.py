@@ -42,6 +42,8 @@ _SEQUENCES = 64
 """Sequences of a step whose recurrent states are held apart, where no size says how many decode together."""
 _STATE_COPIES = 5
 """Of one layer's states, while they are computed (`moonpool.engine.models.recurrent`)."""
+_SCORE_BYTES = 32 << 20
+"""An indexer's scores of some rows, and keys that are gathered for some rows (`moonpool.engine.kernels.sparse`)."""
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
 """Programs per multiprocessor whose results are held separately; tokens of a part in deterministic mode."""
 _DEVICE_SLACK_BYTES = 256 << 20
@@ -74,6 +76,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         rows * sum(layer.per_layer for layer in model.decoder.every) * 4 * 3,  # tokens' embeddings for each layer
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
         _whole_prompt_bytes(model, element, longest),
+        _chosen_bytes(model, rows, longest),
         threads << 20,
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
@@ -107,9 +110,11 @@ def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, 
         yield hidden, 3 * recurrent.channels + values + 2 * recurrent.heads + 2 * recurrent.width, 6
         yield max(values, recurrent.width), hidden, 1
         yield recurrent.width, keys + values, 2
+    elif (indexer := layer.indexer) is not None:
+        yield hidden, indexer.q_rank, 1
     elif latent is not None:
         wide = attention.num_heads * (latent.key_width + latent.rope_width)
-        yield hidden, latent.q_rank or 0, 1
+        yield hidden, 0 if layer.beside else latent.q_rank or 0, 1
         yield latent.q_rank or hidden, wide, 1
         yield hidden, latent.kv_rank + latent.rope_width, 1
         yield attention.num_heads * latent.value_width, hidden, 1
@@ -139,6 +144,7 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
         _recurrent_bytes(model, engine),
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * _TORCH_COPIES,
         _whole_prompt_bytes(model, element, longest),
+        _chosen_bytes(model, rows, longest),
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _DEVICE_SLACK_BYTES
 
@@ -149,6 +155,15 @@ def _whole_prompt_bytes(model: ModelConfig, element: int, longest: int) -> int:
         return 0
     states = 16 * model.hidden_size + 4 * model.intermediate_size
     return max(WHOLE_PROMPT_TOKENS, longest) * states * element + 2 * longest * longest * 4
+
+
+def _chosen_bytes(model: ModelConfig, rows: int, longest: int) -> int:
+    """Return the places of the keys that rows choose, and an indexer's scores and keys (`kernels.sparse`)."""
+    indexers = [layer for layer in model.decoder.layers if layer.indexer is not None]
+    places = max((layer.indexer.topk for layer in indexers if layer.indexer), default=0) * rows * 8 * 4
+    scores = max((layer.attention.num_heads for layer in indexers), default=0) * longest * 4
+    keys = max((layer.attention.head_dim for layer in indexers), default=0) * longest * 4 * 2
+    return places + 3 * max(scores, _SCORE_BYTES) + keys if indexers else 0
 
 
 def max_sequence_tokens(model: ModelConfig, engine: EngineSpec) -> int:

@@ -19,7 +19,7 @@ from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.base.scheduling.steps import STEP_TOKENS, LayerDone, PlacedPicture, SampledCandidates
+from moonpool.base.scheduling.steps import STEP_TOKENS, LayerDone, PlacedPicture, SampledCandidates, stage_ranges
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.engine.platforms.registry import MEMORY_SHARE
 
@@ -47,6 +47,8 @@ class EngineSpec:
     """Share of the devices' memory, and of the host's free memory, that the engine takes for sizes that are 0."""
     stages: int = 1
     """Pipeline stages; each runs consecutive layers."""
+    joined: frozenset[int] = frozenset()
+    """Layers with which no stage begins (`DecoderSpec.joined`)."""
     ranks: int = 1
     """Engine processes of each stage; each computes some heads and inner states of the stage's layers."""
     threads: int = 0
@@ -88,6 +90,11 @@ class EngineSpec:
     """Given as `Engine.speeds` in place of the speeds timed at start: a calibration's."""
     emulated: EmulatedCompute | None = None
     """Set if compute is emulated: then there is no engine process, and the checkpoint's weights are not read."""
+
+    @property
+    def stage_layers(self) -> list[tuple[int, int]]:
+        """Each stage's layers, first and one past the last."""
+        return stage_ranges(self.layout.layers, self.stages, self.joined)
 
     @property
     def slots(self) -> int:

@@ -22,7 +22,7 @@ from moonpool.base.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.base.checkpoint.named_models import cache_folder
-from moonpool.base.checkpoint.picture_rule import engine_rule
+from moonpool.base.checkpoint.picture_rule import engine_rule, read_rule
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.checkpoint.weight_file import in_use
 from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
@@ -32,10 +32,9 @@ from moonpool.base.kv.keys import namespace
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.pictures.base import PictureRule
-from moonpool.base.pictures.rule import read_rule
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import draw_bits
-from moonpool.base.scheduling.steps import STEP_TOKENS, stage_ranges
+from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
@@ -145,6 +144,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_num_batched_tokens=0 if by_memory and not config.most_step_tokens else _step_tokens(config),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
+        joined=model.decoder.joined,
         ranks=config.tensor_parallel_size,
         threads=config.threads,
         core_page=(config.core_page or str(default_core_page())) if lends else "",
@@ -168,9 +168,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     if devices[0].platform.in_host_pool and _in_file(config, folder, spec, weights_file):
         spec = dataclasses.replace(spec, weights_file=str(weights_file))
     pictures = engine_rule(folder) if not model.decoder.other else f"not with model_impl={config.model_impl}"
-    if not isinstance(pictures, str) and pictures.added_layers > (
-        first := stage_ranges(model.num_layers, stages)[0][1]
-    ):
+    if not isinstance(pictures, str) and pictures.added_layers > (first := spec.stage_layers[0][1]):
         pictures = (
             f"not with {stages} stages: the encoder adds to {pictures.added_layers} layers, the first has {first}"
         )

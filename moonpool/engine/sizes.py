@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from moonpool.base.checkpoint import ModelConfig
 from moonpool.base.errors import ConfigError
-from moonpool.base.scheduling.steps import stage_ranges
 from moonpool.engine.footprint import device_footprint, lora_bytes
 from moonpool.engine.messages import EngineSizes, EngineSpec, StageRoom
 from moonpool.engine.platforms.registry import stage_devices
@@ -46,7 +45,7 @@ def choose_sizes(
         ConfigError: there is no room for a block; names the field `kv_cache_memory_bytes`.
     """
     layout, longest = spec.layout, spec.max_tokens
-    stages = [range(*stage) for stage in stage_ranges(layout.layers, spec.stages)]
+    stages = [range(*stage) for stage in spec.stage_layers]
     lefts = _left(spec, rooms)
     slots = layout.window_slots(spec.blocks, spec.max_num_batched_tokens or _STEPS[-1], longest)
     given = [layout.pool_bytes(spec.blocks, slots, layers) for layers in stages]

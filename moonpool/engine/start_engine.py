@@ -17,7 +17,6 @@ from typing import Protocol
 from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.fork_server import Launcher, engine_started, start_worker
 from moonpool.base.kv.memory import shared_memory
-from moonpool.base.scheduling.steps import stage_ranges
 from moonpool.engine.calibration import TimedSizes, measure
 from moonpool.engine.channel import AsyncChannel
 from moonpool.engine.emulated.engine import start_emulated
@@ -83,7 +82,7 @@ async def start_processes(
     remote: RemoteStages | None = None,
 ) -> AsyncIterator[Engine]:
     """As `start_engine`; `worker_module` is a worker's program (tests use a substitute)."""
-    ranges = stage_ranges(spec.layout.layers, spec.stages)
+    ranges = spec.stage_layers
     here = spec.stages - (0 if remote is None else remote.count)
     cores = len(os.sched_getaffinity(0))
     threads = spec.threads or (cores if spec.core_page else max(1, cores // (here * spec.ranks)))

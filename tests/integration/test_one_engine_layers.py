@@ -23,7 +23,7 @@ KINDS = {
     "tiny-llama": "dense",
     "tiny-gemma3": "windows",
     "tiny-qwen3-next": "recurrent states",
-    "tiny-deepseek-v3": "latent attention with experts",
+    "tiny-deepseek-v32": "latent attention to chosen keys, experts",
     "tiny-mixtral": "experts",
 }
 CHUNK = 24

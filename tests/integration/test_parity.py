@@ -188,7 +188,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def covers(selected: Sequence[Topology]) -> bool:
     """Whether topologies have every value of each axis, every transport, and every kind of layer."""
-    kinds = {"tiny-llama", "tiny-gemma3", "tiny-deepseek-v3", "tiny-qwen3-next"}
+    kinds = {"tiny-llama", "tiny-gemma3", "tiny-deepseek-v32", "tiny-qwen3-next"}
     found, shapes = {topology.transport for topology in selected}, {topology.shape for topology in selected}
     return not missing(selected) and found == {"local", "tcp", "grpc"} and kinds <= shapes
 

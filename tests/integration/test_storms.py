@@ -54,7 +54,7 @@ def test_a_storm_over_ranks_and_the_role_both(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-qwen3-next"])
+@pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-mixtral", "tiny-deepseek-v32", "tiny-qwen3-next"])
 def test_a_storm_over_each_kind_of_layers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, experts, latent attention with experts, recurrent states."""
     model = create(shape, tmp_path / "model", seed=SEED, dtype="float32")

@@ -58,13 +58,14 @@ class Topology:
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 F32, BF16 = "float32", "bfloat16"
 SELECTED = [
-    Topology("tiny-deepseek-v3", 2, 1, True, F32),
+    Topology("tiny-deepseek-v32", 2, 1, True, F32),
     Topology("tiny-gemma3", 1, 2, True, F32, transport="tcp"),
     Topology("tiny-qwen3-next", 1, 2, True, F32),
     Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, transport="grpc"),
 ]
-"""Every kind of layer (Llama's, windows, latent attention with experts, recurrent states), every transport, and every
-value of the other axes, is in one of them at least. `tests/unit/engine/models` compares every family."""
+"""Every kind of layer (Llama's, windows, latent attention to chosen keys with experts, recurrent states), every
+transport, and every value of the other axes, is in one of them at least. `tests/unit/engine/models` compares every
+family."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
 ON_GPU = [
     Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),
@@ -76,6 +77,8 @@ REST = [
     Topology("tiny-qwen3", 2, 2, False, BF16, deterministic=True),
     Topology("tiny-qwen2", 1, 1, True, BF16, transport="tcp", device="staged:5"),
     Topology("tiny-deepseek-v3", 1, 2, True, F32),
+    Topology("tiny-deepseek-v32", 1, 2, True, F32),
+    Topology("tiny-deepseek-v32", 1, 1, True, F32, device="staged:5"),
     Topology("tiny-mixtral", 2, 1, False, F32),
     Topology("tiny-qwen3-next", 2, 1, False, F32),  # in bfloat16 random recurrent layers explain any token
     Topology("tiny-qwen3-next", 1, 1, True, F32, device="staged:7"),

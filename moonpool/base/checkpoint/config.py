@@ -43,7 +43,7 @@ _LATER = (
     "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows", "in_turn", "decay_stored",
     "value_width", "value_factor", "input_factors", "output_factor", "without_norm",
-    "latent_width", "gate_factor", "stored_at",
+    "latent_width", "gate_factor", "stored_at", "indexer", "index_topk",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 
@@ -264,7 +264,7 @@ def _layer_kv(layer: LayerSpec, dtype: str) -> LayerKV:
     if layer.recurrent is not None:  # as many shares as the KV of other layers
         share = -(-layer.recurrent.state_elements // attention.num_kv_heads)
         return LayerKV(attention.num_kv_heads, share, "float32", "recurrent")
-    if attention.latent is not None:
+    if attention.latent is not None or layer.indexer is not None:
         return LayerKV(attention.num_kv_heads, attention.head_dim, dtype, "latent")
     kind: KVKind = "full" if attention.window is None else "window"
     return LayerKV(attention.num_kv_heads, attention.head_dim, dtype, kind, attention.window or 0)

@@ -28,8 +28,8 @@ _STEP_TOKENS = 512
 """Tokens of an engine's largest step, unless a flag says another number."""
 
 
-_DRAFTING, _INDEXER = ("mtp.", "model.mtp."), ".indexer."
-"""What stands in names of tensors that are not loaded: layers that only draft, and DeepSeek V3.2's choice of keys."""
+_DRAFTING = ("mtp.", "model.mtp.")
+"""Beginnings of names of tensors that only draft, and are not loaded."""
 
 
 def load_config(path: Path | str, model_impl: ModelImpl = "auto", max_model_len: int = 0) -> ModelConfig:
@@ -204,14 +204,14 @@ def _computed(config: ModelConfig) -> str:
 
 
 def _loaded(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors that engines load: not those of layers for drafting, nor what chooses keys of attention."""
+    """Return the tensors that engines load: not those of layers for drafting."""
     if config.decoder.other:
         return dict(tensors)
     begin, layers = names_of(config.architecture).layer.partition("{index}")[0], config.decoder.stored_layers
 
     def further(name: str) -> bool:
         index = name.removeprefix(begin).partition(".")[0] if name.startswith(begin) else ""
-        return name.startswith(_DRAFTING) or _INDEXER in name or (index.isdecimal() and int(index) >= layers)
+        return name.startswith(_DRAFTING) or (index.isdecimal() and int(index) >= layers)
 
     return {name: info for name, info in tensors.items() if not further(name)}
 

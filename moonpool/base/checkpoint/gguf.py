@@ -86,6 +86,11 @@ def is_gguf(path: Path | str) -> bool:
     return str(path).endswith(GGUF_SUFFIX)
 
 
+def is_mmproj(path: Path) -> bool:
+    """Tell whether a GGUF file is the part for pictures, by the name that llama.cpp's converter gives it."""
+    return "mmproj" in path.name.lower()
+
+
 def gguf_parts(path: Path) -> list[Path]:
     """Return the model's files, if `path` is the model or the model's first part.
 

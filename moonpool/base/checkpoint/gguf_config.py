@@ -27,6 +27,8 @@ from moonpool.base.families.rope import chosen_factors, longest
 from moonpool.base.families.spec import DecoderSpec, RecurrentSpec, RopeScaling
 
 ROPE_DIVISORS = "rope_freqs.weight"
+SECOND_NORM = "blk.0.attn_norm_2.weight"
+"""A norm of Falcon's attention, where the first one is the network's."""
 LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -154,6 +156,8 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     if family.gguf.further_layers:
         found["num_hidden_layers"] -= int(fields.number(f"{name}.{family.gguf.further_layers}", 0))
     found["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    found["num_ln_in_parallel_attn"] = 1 + (SECOND_NORM in file.tensors)
+    found["normed_states"] = "blk.0.ssm_norm.weight" in file.tensors
     values = {f"blk.{index}.attn_v.weight" in file.tensors for index in _attending(file)}
     found["attention_k_eq_v"] = values == {True, False}
     if (scaling := _rope_scaling(fields, name)) is not None:
@@ -161,7 +165,9 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     if all(factors in file.tensors for factors in LONGROPE_FACTORS):
         short, long = (list(file.floats(factors)) for factors in LONGROPE_FACTORS)
         factor = fields.number(f"{name}.rope.scaling.attn_factor", 1.0)
-        found["original_max_position_embeddings"] = fields.positive(f"{name}.rope.scaling.original_context_length")
+        found["original_max_position_embeddings"] = fields.positive(
+            f"{name}.rope.scaling.original_context_length", positions
+        )
         found["rope_scaling"] = {
             "rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": factor,
         }  # fmt: skip

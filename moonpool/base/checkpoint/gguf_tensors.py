@@ -8,12 +8,13 @@ from math import prod
 from pathlib import Path
 
 from moonpool.base.checkpoint.gguf import GgufFile
-from moonpool.base.checkpoint.gguf_config import LONGROPE_FACTORS, ROPE_DIVISORS, config_of
+from moonpool.base.checkpoint.gguf_config import LONGROPE_FACTORS, ROPE_DIVISORS, SECOND_NORM, config_of
 from moonpool.base.checkpoint.tensor_info import TensorInfo
 from moonpool.base.checkpoint.weight_formats import GgufType
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
-from moonpool.base.families.base import ModelFamily
+from moonpool.base.families.base import ModelFamily, TensorNames
+from moonpool.base.families.spec import AttentionSpec
 
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+(?:\.\w+)??)(?:\.(?P<kind>weight|bias|scale))?")
 _PAIRED = ("attn_q", "attn_k")
@@ -36,10 +37,11 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     assert family.gguf is not None
     paired = config.head_dim if family.gguf.paired_rows else 0
     index, layers = dict[str, TensorInfo](), config.decoder.stored_layers
+    names, second = family.names, SECOND_NORM in file.tensors
     for name, tensor in file.tensors.items():
         if name in (ROPE_DIVISORS, *LONGROPE_FACTORS) or (family.gguf.further_layers and _layer(name) >= layers):
             continue
-        ours, leaf = translated(name, family)
+        ours, leaf = translated(_swapped(name) if second else name, family)
         row = leaf == "exp_probs_b" and family.names.correction_row
         info = TensorInfo(
             tensor.file,
@@ -49,8 +51,29 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
             paired_rows=paired if leaf in _PAIRED else 0,
             format=tensor.type if tensor.type.elements > 1 else None,
         )
-        index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
+        if leaf == "attn_qkv" and (names.qkv_order == "grouped" or names.inputs_first):
+            index |= _by_kind(ours, info, tensor.type, config.decoder.every[_layer(name)].attention, names)
+        else:
+            index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
     return index
+
+
+def _swapped(name: str) -> str:
+    """Return the name of a file of Falcon in which the second norm is the network's, as elsewhere."""
+    first, second = ".attn_norm.", ".attn_norm_2."
+    return name.replace(first, second) if first in name else name.replace(second, first)
+
+
+def _by_kind(
+    name: str, info: TensorInfo, kind: GgufType, spec: AttentionSpec, names: TensorNames
+) -> dict[str, TensorInfo]:
+    """Return the queries', keys' and values' parts of a tensor that has all queries, then all keys, then all values."""
+    found, begin = dict[str, TensorInfo](), info.begin
+    for part, heads in ((names.q, spec.num_heads), (names.k, spec.num_kv_heads), (names.v, spec.num_kv_heads)):
+        shape = (heads * spec.head_dim, *info.shape[1:])
+        found[name.replace(names.qkv, part)] = replace(info, shape=shape, begin=begin)
+        begin += prod(shape) // kind.elements * kind.bytes
+    return found
 
 
 def _shape(shape: tuple[int, ...], family: ModelFamily, leaf: str) -> tuple[int, ...]:
@@ -118,5 +141,5 @@ def translated(name: str, family: ModelFamily) -> tuple[str, str]:
         return f"{ours.removesuffix('.weight')}.{match['kind']}", leaf
     if leaf.endswith("_exps"):
         ours = f"{names.expert}{ours}"
-    ending = "" if role in _WHOLE_NAMES else f".{match['kind']}"
+    ending = "" if role in _WHOLE_NAMES else f".{match['kind'] or 'weight'}"
     return f"{prefix}{ours}{ending}", leaf

@@ -39,6 +39,12 @@ _DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 """One after the other."""
+_FALCON = (
+    r"[\p{P}\$\+<=>\^~\|`]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    "[0-9][0-9][0-9]",
+)
+"""One after the other."""
 _GPT2_NAMES = (
     "gpt-2", "gpt2", "default", "olmo", "exaone4", "mellum", "phi-2", "jais", "mpt", "trillion", "granite-docling",
 )  # fmt: skip
@@ -54,6 +60,7 @@ _PATTERNS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_O200K,)),
     "qwen35": (_QWEN35,),
+    "falcon": _FALCON,
     "seed-coder": (_SEED,),
     "kimi-k2": (KIMI_PATTERN,),
     "tekken": (_TEKKEN,),

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 from moonpool.base.bundled import model_dir
-from moonpool.base.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf
+from moonpool.base.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf, is_mmproj
 from moonpool.base.checkpoint.known_models import near_names, plain_name
 from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
 from moonpool.base.errors import CheckpointError
 
-_PICTURES = "mmproj"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _NAME = re.compile(r"[\w.:-]+")
 """What may be a model's name, such as qwen3:0.6b, and no path."""
@@ -52,6 +51,8 @@ def resolve(model: str) -> Path:
     if path.exists():
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
+        if is_mmproj(path):
+            raise CheckpointError(f"{model}: is the part for pictures; name the model beside it, or their folder")
         return path.absolute()  # a cache's link has the ending, the link's target has not
     hub_id = plain_name(model)
     if (named := named_model(hub_id)) is not None:
@@ -87,7 +88,7 @@ def _in_folder(folder: Path) -> Path:
     The part for pictures (`mmproj-NAME.gguf`, as llama.cpp's converter names that part) is no model.
     """
     found = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
-    files = [file for file in found if _PICTURES not in file.name.lower()]
+    files = [file for file in found if not is_mmproj(file)]
     if found and not files:
         raise CheckpointError(
             f"{folder}: {found[0].name} is the part for pictures, and there is no {GGUF_SUFFIX} model"

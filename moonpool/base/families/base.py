@@ -58,7 +58,7 @@ class TensorNames:
     qkv_order: Literal["stacked", "grouped"] = "stacked"
     """Row order in `qkv`: all of q, then k, then v; or for each KV head the head's queries, key and value."""
     inputs_first: bool = False
-    """Whether weights are stored [inputs, outputs]."""
+    """Whether weights are stored [inputs, outputs]. GGUF files have outputs first, and all of q, k and v in turn."""
     output: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -80,6 +80,10 @@ class TensorNames:
     k_b: str = "self_attn.k_b_proj"
     """GGUF files have `kv_b` as two tensors: for keys, with the inputs first in each head, and for values."""
     v_b: str = "self_attn.v_b_proj"
+    index_q: str = "self_attn.indexer.wq_b"
+    index_k: str = "self_attn.indexer.wk"
+    index_k_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
     recurrent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of layers with a recurrent state: names by field of `moonpool.engine.models.recurrent.RecurrentWeights`. Tensors
     of one field are stacked. Names of "decay", "step_bias" and "skip" are whole."""
@@ -141,12 +145,19 @@ class GgufNames:
     whole_norms: bool = False
     """Whether the converter added the family's offset to the weights of norms."""
     outer: Mapping[str, str] = field(
-        default_factory=lambda: {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
+        default_factory=lambda: {
+            "token_embd": "embedding",
+            "position_embd": "positions",
+            "output_norm": "norm",
+            "output": "head",
+        }
     )
     """Field of `TensorNames` by GGUF's name, for tensors outside layers."""
     layer: Mapping[str, str] = field(
         default_factory=lambda: {
             "attn_norm": "attention_norm",
+            "attn_norm_2": "feed_forward_norm",
+            "attn_qkv": "qkv",
             "attn_q": "q",
             "attn_k": "k",
             "attn_v": "v",
@@ -175,6 +186,10 @@ class GgufNames:
             "attn_kv_b": "kv_b",
             "attn_k_b": "k_b",
             "attn_v_b": "v_b",
+            "indexer.attn_q_b": "index_q",
+            "indexer.attn_k": "index_k",
+            "indexer.k_norm": "index_k_norm",
+            "indexer.proj": "index_weights",
             "attn_sinks": "sinks",
             "exp_probs_b": "correction",
         }

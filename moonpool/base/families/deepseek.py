@@ -1,10 +1,10 @@
 """DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups; Youtu: dense.
 
-DeepSeek V3.2 and GLM-5 choose `index_topk` keys for each query. Sequences that are no longer see all keys, as in V3:
-longer ones are refused (`moonpool.base.families.rope.longest`), and what chooses the keys is not loaded.
+DeepSeek V3.2 and GLM-5 choose `index_topk` keys for each query. A layer of a checkpoint is two layers here, because
+each has KV: the indexer, then attention beside. Some of GLM's layers have no indexer and take the keys of the last one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.rope import read_rope, yarn_scale
-from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LatentSpec
+from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, IndexerSpec, LatentSpec, LayerSpec
 
 SHARED_EXPERT_KEYS = {
     "n_routed_experts": "expert_count",
@@ -103,6 +103,49 @@ def with_dense_layers(fields: JsonFields, decoder: DecoderSpec, experts: Experts
     return decoder.each(
         lambda index, layer: layer.with_feed_forward(experts=experts if kinds[index] == "sparse" else None, bias=False)
     )
+
+
+def _sparse_decoder(fields: JsonFields) -> DecoderSpec:
+    """Return V3's decoder with an indexer before each layer's attention, or the choice of an earlier one."""
+    decoder = _decoder3(fields)
+    rope = decoder.ropes[0]
+    indexer = IndexerSpec(fields.positive("index_topk"), fields.positive("q_lora_rank"), 1e-6, 1e-6)
+    heads, size = fields.positive("index_n_heads"), fields.positive("index_head_dim")
+    if size < rope.width:
+        raise UnsupportedModel("index_head_dim", f"{size} is less than qk_rope_head_dim, {rope.width}")
+    kinds = _indexer_kinds(fields, len(decoder.layers))
+
+    def parts(index: int, layer: LayerSpec) -> tuple[LayerSpec, ...]:
+        attends = replace(layer, stored_at=(index, index)).with_attention(index_topk=indexer.topk)
+        if kinds[index] == "shared":
+            return (attends,)
+        chooses = replace(attends, indexer=indexer, feed_forward_norm=False).with_feed_forward(inner=0, experts=None)
+        chooses = chooses.with_attention(
+            num_heads=heads, head_dim=size, scale=size**-0.5, rope=1, latent=None, index_topk=0
+        )
+        return chooses, replace(attends, attention_norm=False, beside=True)
+
+    return replace(
+        decoder,
+        layers=tuple(part for index, layer in enumerate(decoder.layers) for part in parts(index, layer)),
+        ropes=(rope, replace(rope, paired=fields.flag("indexer_rope_interleave", False))),
+    )
+
+
+def _indexer_kinds(fields: JsonFields, layers: int) -> Sequence[str]:
+    """Return "full" or "shared" for each layer, by the keys in the order in which transformers reads them."""
+    pattern = fields.get("index_topk_pattern")
+    if isinstance(pattern, str):
+        pattern = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    every, offset = fields.positive("index_topk_freq", 1), int(fields.number("index_skip_topk_offset", 2))
+    default = ["shared" if max(index - offset + 1, 0) % every else "full" for index in range(layers)]
+    listed = (
+        fields if fields.get("indexer_types") is not None else JsonFields({"indexer_types": pattern}, fields.source)
+    )
+    kinds = layer_kinds(listed, layers, default, ("full", "shared"), key="indexer_types")
+    if kinds[0] == "shared":
+        raise UnsupportedModel("indexer_types", "the first layer has no layer before whose keys it could share")
+    return kinds
 
 
 LATENT_KEYS = {
@@ -203,17 +246,20 @@ DEEPSEEK_V3 = ModelFamily(
 DEEPSEEK_V32 = ModelFamily(
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
-    decoder=_decoder3,
+    decoder=_sparse_decoder,
     defaults={
         **DEEPSEEK_V3.defaults,
         "max_position_embeddings": 163840,
         "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "indexer_rope_interleave": False,
     },
 )
 GLM_MOE_DSA = ModelFamily(
     architecture="GlmMoeDsaForCausalLM",
     model_type="glm_moe_dsa",
-    decoder=_decoder3,
+    decoder=_sparse_decoder,
     defaults={
         **DEEPSEEK_V32.defaults,
         "rms_norm_eps": 1e-5,
@@ -221,7 +267,20 @@ GLM_MOE_DSA = ModelFamily(
         "q_lora_rank": 2048,
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
         "n_group": 1,
         "topk_group": 1,
     },
+    gguf=GgufNames(
+        architecture="glm-dsa",
+        keys={
+            **LATENT_KEYS,
+            "index_topk": "attention.indexer.top_k",
+            "index_n_heads": "attention.indexer.head_count",
+            "index_head_dim": "attention.indexer.key_length",
+        },
+        complete=lambda found: {**latent_from_gguf(found), "topk_method": "noaux_tc"},
+        further_layers="nextn_predict_layers",
+    ),
 )

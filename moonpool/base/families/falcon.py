@@ -1,7 +1,10 @@
 """Falcon: parallel parts, queries, keys and values in one tensor, a feed-forward part without gates."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.base import ModelFamily, TensorNames, activation
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, activation
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.rope import read_rope
 from moonpool.base.families.spec import AttentionSpec, DecoderSpec, FeedForwardSpec, LayerSpec, NormSpec
@@ -35,6 +38,12 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     return DecoderSpec((layer,) * fields.positive("num_hidden_layers"), (read_rope(fields, size),), norm)
 
 
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of config.json: files with several KV heads are of the new architecture."""
+    heads = found["num_key_value_heads"]
+    return {"num_kv_heads": heads, "new_decoder_architecture": heads > 1}
+
+
 _NAMES = TensorNames(
     embedding="transformer.word_embeddings.weight",
     norm="transformer.ln_f",
@@ -54,4 +63,7 @@ FALCON = ModelFamily(
     },
     names=_NAMES,
     renamed={"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
+    gguf=GgufNames(
+        architecture="falcon", keys={"ffn_hidden_size": "feed_forward_length"}, complete=_from_gguf
+    ),
 )  # fmt: skip

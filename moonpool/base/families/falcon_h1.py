@@ -3,12 +3,14 @@
 A layer of a checkpoint is two layers here, because each has KV: Mamba-2, then attention beside, with the network.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moonpool.base.errors import CheckpointError, UnsupportedModel
-from moonpool.base.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.base.families.fields import JsonFields
-from moonpool.base.families.granite import refuse_step_limits
+from moonpool.base.families.granite import MAMBA_KEYS, refuse_step_limits
 from moonpool.base.families.spec import DecoderSpec, LayerSpec, RecurrentSpec
 
 
@@ -73,6 +75,11 @@ def _factors(fields: JsonFields, key: str, count: int) -> tuple[float, ...]:
     return tuple(JsonFields({key: value}, fields.source).number(key) for value in given)
 
 
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of config.json. Converters multiply the weights by all factors."""
+    return {"mamba_d_ssm": found["inner"], "mamba_rms_norm": found["normed_states"], "mamba_norm_before_gate": False}
+
+
 FALCON_H1 = ModelFamily(
     architecture="FalconH1ForCausalLM",
     model_type="falcon_h1",
@@ -101,6 +108,20 @@ FALCON_H1 = ModelFamily(
             "skip": ("mamba.D",),
             "norm": ("mamba.norm",),
             "output": ("mamba.out_proj",),
+        },
+    ),
+    gguf=GgufNames(
+        architecture="falcon-h1",
+        keys=MAMBA_KEYS,
+        complete=_from_gguf,
+        recurrent={
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_a": "mamba.A_log",
+            "ssm_dt": "mamba.dt_bias",
+            "ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
         },
     ),
 )

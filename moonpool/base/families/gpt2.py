@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moonpool.base.errors import UnsupportedModel
-from moonpool.base.families.base import ModelFamily, TensorNames, activation
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, activation
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import AttentionSpec, DecoderSpec, FeedForwardSpec, LayerSpec, NormSpec
 
@@ -35,6 +35,7 @@ def _one_kv_head(fields: JsonFields) -> DecoderSpec:
     return _decoder(fields).each(lambda _, layer: layer.with_attention(num_kv_heads=1))
 
 
+_KEYS = {"n_positions": "context_length", "n_inner": "feed_forward_length"}
 GPT2 = ModelFamily(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
@@ -60,6 +61,7 @@ GPT2 = ModelFamily(
         up="mlp.c_fc",
         down="mlp.c_proj",
     ),
+    gguf=GgufNames(architecture="gpt2", keys=_KEYS),
 )  # fmt: skip
 GPT_BIGCODE = replace(
     GPT2,
@@ -68,4 +70,5 @@ GPT_BIGCODE = replace(
     decoder=_one_kv_head,
     defaults={**GPT2.defaults, "activation_function": "gelu_pytorch_tanh"},
     names=replace(GPT2.names, inputs_first=False),
+    gguf=GgufNames(architecture="starcoder", keys=_KEYS),
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.base.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec, NormSpec
 
@@ -49,4 +49,5 @@ GPT_NEOX = ModelFamily(
         up="mlp.dense_h_to_4h",
         down="mlp.dense_4h_to_h",
     ),
+    gguf=GgufNames(architecture="gptneox", keys={"use_parallel_residual": "use_parallel_residual"}),
 )

@@ -1,9 +1,11 @@
 """MiMo V2 Flash: windows with sinks and more heads of keys in most layers; values narrower than keys; experts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from moonpool.base.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
-from moonpool.base.families.deepseek import shared_experts
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.deepseek import SHARED_EXPERT_KEYS, shared_experts
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.rope import read_rope
 from moonpool.base.families.spec import DecoderSpec, LayerSpec
@@ -62,6 +64,16 @@ def _common(fields: JsonFields) -> JsonFields:
     return JsonFields(given, fields.source)
 
 
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the heads of keys of each kind of layers."""
+    pattern, heads = found.get("hybrid_layer_pattern"), found.get("listed_kv_heads")
+    if not isinstance(pattern, list) or not isinstance(heads, list):
+        return {}
+    each = {bool(local): count for local, count in zip(pattern, heads, strict=False)}
+    both = max(heads)
+    return {"num_key_value_heads": each.get(False, both), "swa_num_key_value_heads": each.get(True, both)}
+
+
 MIMO_V2_FLASH = ModelFamily(
     architecture="MiMoV2FlashForCausalLM",
     model_type="mimo_v2_flash",
@@ -84,4 +96,23 @@ MIMO_V2_FLASH = ModelFamily(
         },
     },
     names=TensorNames(sinks="self_attn.attention_sink_bias"),
+    gguf=GgufNames(
+        architecture="mimo2",
+        keys={
+            **{
+                ours: SHARED_EXPERT_KEYS[ours]
+                for ours in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+            },
+            "attention_value_scale": "attention.value_scale",
+            "hybrid_layer_pattern": "attention.sliding_window_pattern",
+            "listed_kv_heads": "attention.head_count_kv",
+            "n_group": "expert_group_count",
+            "sliding_window_size": "attention.sliding_window",
+            "swa_rope_theta": "rope.freq_base_swa",
+            "topk_group": "expert_group_used_count",
+            "v_head_dim": "attention.value_length",
+        },
+        complete=_from_gguf,
+        further_layers="nextn_predict_layers",
+    ),
 )

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from moonpool.base.families.base import ModelFamily
-from moonpool.base.families.deepseek import latent_decoder
+from moonpool.base.families.base import GgufNames, ModelFamily
+from moonpool.base.families.deepseek import LATENT_KEYS, latent_decoder, latent_from_gguf
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.spec import DecoderSpec
 
@@ -37,4 +37,5 @@ MINICPM3 = ModelFamily(
         "scale_depth": 1.4,
         "dim_model_base": 256,
     },
+    gguf=GgufNames(architecture="minicpm3", keys=LATENT_KEYS, complete=latent_from_gguf),
 )

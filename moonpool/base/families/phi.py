@@ -54,6 +54,6 @@ PHI3 = ModelFamily(
         architecture="phi3",
         keys={"sliding_window": "attention.sliding_window"},
         complete=lambda found: {"sliding_window": found.get("sliding_window") or None},  # Phi 4's files say 0
-        renamed={"attn_qkv": "qkv", "ffn_up": "gate_up"},
+        renamed={"ffn_up": "gate_up"},
     ),
 )

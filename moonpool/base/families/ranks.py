@@ -39,6 +39,8 @@ def check_ranks(decoder: DecoderSpec, ranks: int, architecture: str) -> None:
 def layer_of_rank(layer: LayerSpec, ranks: int) -> LayerSpec:
     """Return the layer as one of `ranks` ranks computes it."""
     heads, network = layer.attention, layer.feed_forward
+    if layer.indexer is not None:  # whole on every rank, so that all choose the same keys
+        return layer
     kv_heads = max(1, heads.num_kv_heads // ranks)
     heads = replace(heads, num_heads=heads.num_heads // ranks, num_kv_heads=kv_heads)
     return replace(layer, attention=heads, feed_forward=_network_of_rank(network, ranks))
@@ -77,6 +79,8 @@ def _why_not(layer: LayerSpec, ranks: int) -> Iterator[str]:
     attention, network, experts = layer.attention, layer.feed_forward, layer.feed_forward.experts
     if layer.recurrent is not None:
         yield "a recurrent state has no shares by head"
+        return
+    if layer.indexer is not None:
         return
     if attention.num_heads % ranks:
         yield f"{attention.num_heads} heads"

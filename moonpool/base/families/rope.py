@@ -59,15 +59,12 @@ def chosen_factors(fields: JsonFields, max_model_len: int) -> JsonFields:
 
 
 def longest(fields: JsonFields) -> int:
-    """Return the positions for which neither frequencies nor attention depend on the sequence's length.
+    """Return the positions for which frequencies do not depend on the sequence's length.
 
     "longrope" and "dynamic" change all positions' frequencies when a sequence outgrows the original length. The KV of a
-    prefix would then depend on what follows, so that no sequence may outgrow the original length. Attention that
-    chooses `index_topk` keys (DeepSeek V3.2) sees all keys of a sequence that is no longer.
+    prefix would then depend on what follows, so that no sequence may outgrow the original length.
     """
     positions = fields.positive("max_position_embeddings")
-    if fields.get("index_topk") is not None:
-        positions = min(positions, fields.positive("index_topk"))
     rope, _ = _parameters(fields, "full_attention")
     if rope.get("rope_type", rope.get("type", "default")) != "longrope" or rope.flag(_LONG, False):
         return positions

@@ -107,6 +107,22 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """What chooses the keys that a query attends to (DeepSeek V3.2, 2025: the lightning indexer).
+
+    A key counts by the weighted sum over the indexer's heads of relu(query * key): heads, head size, scale and rotation
+    are those of the layer's `AttentionSpec`. The pool holds the indexer's keys as one head with one plane.
+    """
+
+    topk: int
+    """Keys that a query attends to; sequences that are no longer see all."""
+    q_rank: int
+    """Width of the queries' latent vector, which the attention behind reads too."""
+    q_norm_eps: float
+    key_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """One layer's attention."""
 
@@ -149,6 +165,8 @@ class AttentionSpec:
     """Elements of a head's values, fewer than `head_dim`: the pool has zeros behind them; 0: `head_dim`."""
     value_factor: float = 0.0
     """Factor on values; 0: none."""
+    index_topk: int = 0
+    """Keys that a query sees, those of the last indexer before (`LayerSpec.indexer`); 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +315,8 @@ class LayerSpec:
     """
     recurrent: RecurrentSpec | None = None
     """What stands in place of attention, of which only the shape of other layers' KV counts then."""
+    indexer: IndexerSpec | None = None
+    """What stands in place of attention and has no result but the keys that the attention behind sees."""
     beside: bool = False
     """Whether attention reads what the part of the layer before reads, instead of that layer's result (Falcon-H1)."""
     stored_at: tuple[int, int] | None = None
@@ -323,6 +343,7 @@ class LayerSpec:
         found = (self.attention_norm, self.attention_out_norm, self.feed_forward_norm, self.feed_forward_out_norm)
         reasons = (
             ("a recurrent state", self.recurrent is not None),
+            ("an indexer of keys", self.indexer is not None),
             ("no feed-forward part", not inner.inner),
             ("attention beside the layer before", self.beside),
             ("values with a factor or another width", bool(attention.value_width or attention.value_factor)),
@@ -391,6 +412,11 @@ class DecoderSpec:
     def stored_layers(self) -> int:
         """Layers of the checkpoint."""
         return 1 + max(max(layer.stored_at or (index,)) for index, layer in enumerate(self.every))
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """The layers that read what a layer before them computed beside its result: no stage begins with one."""
+        return frozenset(index for index, layer in enumerate(self.layers) if layer.beside or layer.attention.index_topk)
 
     @property
     def whole_layer(self) -> int | None:

@@ -35,8 +35,9 @@ STATES_IN_WORK = 3
 """Recurrent states that a step writes for a sequence beyond states held: the last state, and two at chosen borders."""
 
 KVKind = Literal["full", "window", "latent", "recurrent"]
-"""What a group's layers attend to: keys and values of all tokens; keys and values of the last tokens; one latent vector
-a token, from which keys and values come (MLA); a state of fixed size, which stands for all tokens before."""
+"""What a group's layers attend to: keys and values of all tokens; keys and values of the last tokens; one vector a
+token, from which keys and values come (MLA) or which is an indexer's key; a state of fixed size, which stands for all
+tokens before."""
 _KINDS = get_args(KVKind)
 
 MAX_OF = {

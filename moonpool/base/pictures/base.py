@@ -38,9 +38,14 @@ class PictureFields:
     """
 
     def __init__(
-        self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: PictureTokenizer, source: str
+        self,
+        config: Mapping[str, Any],
+        processor: Mapping[str, Any],
+        tokenizer: PictureTokenizer,
+        source: str,
+        weights: str = "",
     ) -> None:
-        """Take the files' contents; `source` names their folder in errors.
+        """Take the files' contents; `source` names their folder in errors, `weights` is a hash of the encoder.
 
         Raises:
             CheckpointError: a part is no object; names the part.
@@ -48,7 +53,8 @@ class PictureFields:
         self.config, self.tokenizer, self.kind = config, tokenizer, str(config.get("model_type"))
         self.whole, self.processor = JsonFields(config, source), JsonFields(processor, source)
         self.vision, self.size = self.of(self.whole, "vision_config"), self.of(self.processor, "size")
-        self.settings = json.dumps(dict(processor), sort_keys=True)
+        counted = {**processor, "weights": weights} if weights else dict(processor)
+        self.settings = json.dumps(counted, sort_keys=True)
 
     def of(self, fields: JsonFields, name: str) -> JsonFields:
         """Return an object within an object; one without fields if it is missing.

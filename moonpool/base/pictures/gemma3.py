@@ -14,6 +14,8 @@ from typing import Self
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.pictures.base import PictureFields, PictureRule
 
+_PAD = "<pad>"
+"""The mark where the vocabulary was cut before `<image_soft_token>`, as in GGUF files."""
 _MARK, _BEGIN, _END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
 
 
@@ -47,8 +49,11 @@ class Gemma3Rule(PictureRule):
             raise UnsupportedModel("image_seq_length", f"is {told[0]}, but the encoder makes {rows} rows")
         if found.processor.get("do_pan_and_scan"):
             raise UnsupportedModel("do_pan_and_scan", "parts of pictures beside the whole are not built")
-        mark, *_ = found.special(_MARK, _BEGIN, _END)
-        return cls(mark, found.settings, rows)
+        told = found.whole.get("image_token_id", found.whole.get("image_token_index"))
+        cut = told is None and found.tokenizer.special_id(_MARK) is None
+        text = _PAD if cut else _MARK
+        mark, *_ = found.special(text, _BEGIN, _END)
+        return cls(mark, found.settings, rows, (_BEGIN, f"\n\n{_BEGIN}{text}{_END}\n\n"))
 
     def grid(self, width: int, height: int, detail: str) -> tuple[int, ...]:
         """One square, whatever the shape."""

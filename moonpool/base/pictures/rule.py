@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonpool.base.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from moonpool.base.errors import CheckpointError, InvalidRequest
 from moonpool.base.families.fields import read_json
 from moonpool.base.kv.media import MediaItem, media_digest
 from moonpool.base.pictures.base import PictureFields, PictureRule, PictureTokenizer
@@ -36,23 +37,47 @@ _RULES: Mapping[str, Callable[[PictureFields], PictureRule]] = {
     "smolvlm": Idefics3Rule.read,
 }
 """By `model_type`."""
+NO_ENCODER = "the checkpoint has no encoder of pictures"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def read_rule(folder: Path, tokenizer: Callable[[], PictureTokenizer]) -> PictureRule | str:
-    """Return a checkpoint's rule; a text says why there is none. `tokenizer` loads the tokenizer, if need be."""
-    if not (folder / "config.json").is_file():
-        return "the checkpoint has no encoder of pictures"
-    try:
-        config = read_json(folder / "config.json")
-        if "vision_config" not in config:
-            return "the checkpoint has no encoder of pictures"
-        kind = str(config.get("model_type"))
-        if kind not in _RULES:
-            return f"pictures of {kind!r} are not built; {', '.join(_RULES)} are"
-        return _RULES[kind](PictureFields(config, processor_settings(folder), tokenizer(), str(folder)))
-    except (CheckpointError, UnsupportedModel) as error:
-        return str(error)
+@dataclass(frozen=True, slots=True)
+class PictureSettings:
+    """What a checkpoint says of pictures.
+
+    Attributes:
+        config: as config.json has it.
+        processor: the processor's settings, as a folder has them.
+        weights: a hash of the encoder's file, if the file is none of the model's; it counts in digests.
+    """
+
+    config: Mapping[str, Any]
+    processor: Mapping[str, Any]
+    weights: str = ""
+
+
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Check that config.json is of a model whose pictures are built.
+
+    Raises:
+        CheckpointError: there is no encoder, or pictures of this model are not built; says which are.
+    """
+    if "vision_config" not in config:
+        raise CheckpointError(NO_ENCODER)
+    kind = str(config.get("model_type"))
+    if kind not in _RULES:
+        raise CheckpointError(f"pictures of {kind!r} are not built; {', '.join(_RULES)} are")
+
+
+def rule_of(settings: PictureSettings, tokenizer: PictureTokenizer, source: str) -> PictureRule:
+    """Return the rule of a checkpoint whose kind has been checked; `source` names the checkpoint in errors.
+
+    Raises:
+        CheckpointError: a setting is wrong; names the setting.
+        UnsupportedModel: settings contradict each other, or a token is missing; names the setting.
+    """
+    fields = PictureFields(settings.config, settings.processor, tokenizer, source, settings.weights)
+    return _RULES[fields.kind](fields)
 
 
 def processor_settings(folder: Path) -> Mapping[str, Any]:

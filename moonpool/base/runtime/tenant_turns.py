@@ -21,6 +21,9 @@ LEAST_COST_S = 1e-4
 """What a turn on a thread costs at least, in seconds: handing work over takes time, too."""
 CREDIT_S = 0.02
 """Seconds of work by which a tenant that was away may be behind the others."""
+UNHURRIED, MEASURED_AGAIN, LONGER = 8, 1024, 1.5
+"""Of `TenantPlaces`: works that show how long a work takes with the least places; works after which it is measured
+again; and how much longer works may take with more places."""
 
 
 class Turns:
@@ -71,16 +74,24 @@ class Turns:
         """A turn is over: charge the tenant, and give the place to who is next."""
         if cost:
             self._shares.serve(tenant, cost)
-        while len(self._queue):
+        self.taken -= 1
+        self._hand_out()
+        if not self.taken:
+            self._forget_costs()  # nobody waits: what each has had so far counts no more
+
+    def resize(self, places: int) -> None:
+        """Change the number of places. Turns that are taken last until they end."""
+        self._places = places
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while len(self._queue) and self.taken < self._places:
             number = self._queue.first().number
             self._queue.remove(number)
             turn = self._waiting.pop(number)
             if not turn.done():  # else the caller was cancelled in this moment
+                self.taken += 1
                 turn.set_result(None)
-                return
-        self.taken -= 1
-        if not self.taken:
-            self._forget_costs()  # nobody waits: what each has had so far counts no more
 
     def _forget_costs(self) -> None:
         self._shares = FairShares(self._credit)
@@ -88,38 +99,77 @@ class Turns:
 
 
 class TenantPlaces:
-    """So many places of each tenant's own: a tenant's further works wait, and no other tenant's.
+    """Places of each tenant's own: a tenant's further works wait, and no other tenant's.
+
+    More works at once than the services can do only queue up there, before other tenants' works. So a tenant begins
+    with few places. They become more as long as works do not take much longer than with few.
 
     Args:
-        places: of each tenant.
+        least: places of each tenant at first, and at least.
+        most: places of a tenant at most.
     """
 
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._turns: dict[str, Turns] = {}
+    def __init__(self, least: int, most: int) -> None:
+        self._bounds = least, most
+        self._tenants: dict[str, _OwnPlaces] = {}
 
     def __len__(self) -> int:
         """Tenants that hold places."""
-        return len(self._turns)
+        return len(self._tenants)
 
-    async def take(self, tenant: str, rank: float) -> Callable[[], None]:
-        """Wait for a place; return what gives the place back, of no effect when called again.
+    async def take(self, tenant: str, rank: float) -> TakenPlace:
+        """Wait for a place. `rank` is the order among the tenant's works, least first."""
+        places = self._tenants.get(tenant)
+        if places is None:
+            places = self._tenants[tenant] = _OwnPlaces(*self._bounds)
+        await places.turns.begin(tenant, rank)
+        began = world.monotonic()
 
-        `rank` is the order among the tenant's works, least first.
-        """
-        turns = self._turns.setdefault(tenant, Turns(self._places))
-        await turns.begin(tenant, rank)
-        held = True
+        def give_back(seconds: float | None) -> None:
+            if seconds is not None:
+                places.measured(seconds)
+            places.turns.end(tenant, 0.0)
+            if not places.turns.taken and self._tenants.get(tenant) is places:
+                del self._tenants[tenant]
 
-        def give_back() -> None:
-            nonlocal held
-            if held:
-                held = False
-                turns.end(tenant, 0.0)
-                if turns.taken == 0:
-                    self._turns.pop(tenant, None)
+        return TakenPlace(began, give_back)
 
-        return give_back
+
+class TakenPlace:
+    """A place of `TenantPlaces`."""
+
+    def __init__(self, began: float, give_back: Callable[[float | None], None]) -> None:
+        self._began = began
+        self._give_back: Callable[[float | None], None] | None = give_back
+
+    def give_back(self, *, done: bool) -> None:
+        """Give the place back; of no effect when called again. `done`: the work was done, so its time counts."""
+        if self._give_back is not None:
+            self._give_back(world.monotonic() - self._began if done else None)
+            self._give_back = None
+
+
+class _OwnPlaces:
+    """The places of one tenant, and how long works take."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._number = float(least)
+        self.turns = Turns(least)
+        self._seconds: list[float] = []  # of works with the least places
+        self._since = 0  # works since these
+
+    def measured(self, seconds: float) -> None:
+        """A work took so long: have more places, or fewer."""
+        self._since += 1
+        if self._since > MEASURED_AGAIN:
+            self._number, self._since, self._seconds = float(self._least), -self.turns.taken, []
+        elif self._since > 0 and len(self._seconds) < UNHURRIED:
+            self._seconds.append(seconds)
+        elif self._since > 0:  # else the work began beside more
+            is_usual = seconds <= LONGER * sum(self._seconds) / UNHURRIED
+            self._number = min(max(self._number + (0.5 if is_usual else -0.5), self._least), self._most)
+        self.turns.resize(int(self._number))
 
 
 class TenantTurns:

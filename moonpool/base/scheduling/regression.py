@@ -135,10 +135,15 @@ class Regression:
                 row[at] += drift * most[at]
 
     def _most(self) -> list[float]:
-        """Each coefficient's largest variance: the first variance, or more for a coefficient that has grown."""
+        """Each coefficient's largest variance: the first variance, or more for a coefficient that has grown.
+
+        A spread grows with its coefficient up to the coefficient's own size: a first value that is nearly zero must not
+        give a variance beside which the others are lost.
+        """
         known = zip(self._spreads, self._squares, self.coefficients, self._firsts, strict=True)
         return [
-            (spread * (value / first)) ** 2 if value > first > 0.0 else square for spread, square, value, first in known
+            max(square, min(spread * (value / first), value) ** 2) if value > first > 0.0 else square
+            for spread, square, value, first in known
         ]
 
     def _fresh(self) -> list[list[float]]:

@@ -7,7 +7,7 @@ Steps and results are frozen and picklable.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -377,16 +377,25 @@ def max_steps_in_flight(stages: int) -> int:
     return 1 if stages == 1 else stages + 1
 
 
-def stage_ranges(layers: int, stages: int) -> list[tuple[int, int]]:
+def stage_ranges(layers: int, stages: int, joined: Collection[int] = ()) -> list[tuple[int, int]]:
     """Half-open layer ranges of the stages, as even as possible; earlier stages take the odd layers.
 
-    The last stage is never longer than others, because the last stage also projects to the vocabulary.
+    The last stage is never longer than others, because the last stage also projects to the vocabulary. `joined`: layers
+    with which no stage begins; the stage before takes them.
 
     Raises:
-        ConfigError: `stages` is not between 1 and `layers`.
+        ConfigError: `stages` is not between 1 and the number of layers with which a stage can begin.
     """
-    if not 1 <= stages <= layers:
-        raise ConfigError("pipeline_parallel_size", f"must be between 1 and the model's {layers} layers, not {stages}")
+    begins = [layer for layer in range(layers) if layer not in joined]
+    if not 1 <= stages <= len(begins):
+        most = f"the model's {len(begins)} layers" if not joined else f"{len(begins)}, with which a stage can begin"
+        raise ConfigError("pipeline_parallel_size", f"must be between 1 and {most}, not {stages}")
     short, longer = divmod(layers, stages)
-    ends = [short * (i + 1) + min(i + 1, longer) for i in range(stages)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    ends, first = list[int](), 1
+    for i in range(stages - 1):
+        even = short * (i + 1) + min(i + 1, longer)
+        last = len(begins) - (stages - 1 - i)  # each later stage begins somewhere, too
+        place = next((place for place in range(first, last) if begins[place] >= even), last)
+        ends.append(begins[place])
+        first = place + 1
+    return list(zip([0, *ends], [*ends, layers], strict=True))

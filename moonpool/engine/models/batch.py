@@ -71,6 +71,8 @@ class PackedBatch:
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
     per_layer: Tensor | None = None  # [T, layers, n], tokens' embeddings for each layer
     normed: Tensor | None = None  # [T, hidden], what the part of a layer reads beside which the next one's stands
+    narrow: Tensor | None = None  # [T, q_rank], the queries' latent vectors of an indexer and the attention behind
+    chosen: Any = None  # `moonpool.engine.kernels.sparse.ChosenKeys` of the last indexer; None: rows see all keys
     spans: Any = None  # of recurrent layers: `moonpool.engine.models.recurrent.state_spans`
     source: PackedBatch | None = None  # the batch on the host that this is a copy of; None: this is no copy
 

@@ -20,6 +20,7 @@ from moonpool.base.families.spec import (
     AttentionSpec,
     ExpertsSpec,
     FeedForwardSpec,
+    IndexerSpec,
     LatentSpec,
     LayerSpec,
     NormSpec,
@@ -50,6 +51,7 @@ from moonpool.engine.models.tensors import (
 from moonpool.engine.models.transformers_stage import load_transformers_stage
 from moonpool.engine.models.weights import (
     AttentionWeights,
+    IndexerWeights,
     LatentWeights,
     LayerWeights,
     PerLayerTable,
@@ -206,8 +208,7 @@ def _check_whole(config: ModelConfig, layers: int) -> None:
     Raises:
         UnsupportedModel: the model's layers must be one stage; names the setting.
     """
-    joined = config.decoder.tail or config.decoder.per_layer_rows or any(each.beside for each in config.decoder.layers)
-    if joined and layers < config.num_layers:
+    if (config.decoder.tail or config.decoder.per_layer_rows) and layers < config.num_layers:
         why = f"not for {config.architecture}, whose layers read embeddings of their own, or what other layers have"
         raise UnsupportedModel("pipeline_parallel_size", why)
 
@@ -399,8 +400,10 @@ class _LayerReader:
         norm = Norm(self._spec.norm, self._one("per_layer_norm.weight"))
         return PerLayerWeights(self._linear("per_layer_gate"), self._linear("per_layer_output"), norm)
 
-    def _attention(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
+    def _attention(self) -> AttentionWeights | LatentWeights | RecurrentWeights | IndexerWeights:
         spec = self._spec.attention
+        if self._spec.indexer is not None:
+            return self._indexer(self._spec.indexer)
         if self._spec.recurrent is not None:
             return self._recurrent(self._spec.recurrent)
         if spec.latent is not None:
@@ -439,9 +442,20 @@ class _LayerReader:
             gates=self._linear("gates") if "gates.weight" in self._tensors else None,
         )
 
+    def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
+        key_norm = NormSpec("layer", spec.key_norm_eps, bias=True)
+        return IndexerWeights(
+            self._linear("q_a"),
+            Norm(NormSpec(eps=spec.q_norm_eps), self._one("q_a_norm.weight")),
+            self._linear("index_q"),
+            self._linear("index_k"),
+            Norm(key_norm, self._one("index_k_norm.weight"), self._one("index_k_norm.bias")),
+            Linear(self._one("index_weights.weight").float()),
+        )
+
     def _latent(self, spec: AttentionSpec, latent: LatentSpec) -> LatentWeights:
         norm = NormSpec(eps=latent.norm_eps)
-        down = latent.q_rank is not None
+        down = "q_a.weight" in self._tensors
         if "k_b.weight" in self._tensors:
             keys, values = self._one("k_b.weight").transpose(1, 2), self._one("v_b.weight")
         else:

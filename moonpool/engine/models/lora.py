@@ -180,7 +180,7 @@ def load_lora(
     check_rank(lora, max_rank)
     del content
     places = lora_places(config, lora)
-    first = layers[0].attention.output
+    first = layers[0].product
     parts = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
     arena, found = WeightArena(), dict[int, dict[str, LowRankPair]]()
     with torch.inference_mode():

@@ -56,7 +56,7 @@ class NativeLayers:
         self.model = structures.Model(
             self._layers,
             config.hidden_size, max(dense, default=0),
-            TYPES[first.attention.output.dtype], heads.num_heads, heads.num_kv_heads, heads.head_dim,
+            TYPES[first.product.dtype], heads.num_heads, heads.num_kv_heads, heads.head_dim,
             spec.norm.eps, heads.scale,
         )  # fmt: skip
 
@@ -213,7 +213,7 @@ def native_layers(
     config: ModelConfig, index: int, layers: Sequence[LayerWeights]
 ) -> tuple[list[NativeLayers], list[str]]:
     """Return the layers from `index` on that the native step takes, in runs of one kind; and why not, by layer."""
-    first = layers[0].attention.output
+    first = layers[0].product
     missing = why_not_native(first.device, first.dtype)
     reasons = [missing or _why_not(config, at, layer) for at, layer in enumerate(layers, index)]
     native = library.get() if not missing else None

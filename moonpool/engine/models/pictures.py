@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from moonpool.base.checkpoint.picture_rule import engine_rule
+from moonpool.base.checkpoint.picture_rule import engine_rule, picture_settings
 from moonpool.base.errors import CheckpointError
 from moonpool.base.kv.media import MediaItem, overlapping
 from moonpool.base.pictures.base import PictureRule
@@ -25,10 +24,10 @@ from moonpool.base.pictures.file_process import decode
 from moonpool.base.pictures.limits import ROWS_BYTES
 from moonpool.base.pictures.pixtral import PixtralRule
 from moonpool.base.pictures.qwen2_vl import Qwen2VLRule
-from moonpool.base.pictures.rule import processor_settings
 from moonpool.base.scheduling.steps import ENCODER, MEMORY, PlacedPicture, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
+from moonpool.engine.models.picture_weights import fill
 
 SQUARES_TOGETHER = 4
 """Squares of a picture that are encoded at once, which bounds the memory of the encoder's states."""
@@ -261,38 +260,20 @@ def load_encoder(path: Path, dtype: torch.dtype, device: torch.device) -> Pictur
         return None
     import transformers
 
-    config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    settings = picture_settings(path)
+    config: Any = transformers.CONFIG_MAPPING[settings.config["model_type"]].from_dict(dict(settings.config))
     # Of the decoder, which is Moonpool's own, nothing is made but an empty shell.
     config.text_config.num_hidden_layers, config.text_config.vocab_size = 0, 1
     config.text_config.pad_token_id = None
     family, auto = _TOWERS[config.model_type], cast("Any", transformers.AutoModel)
     tower: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
     setattr(tower, family.text, nn.Module())
-    _fill(path, {name: getattr(tower, name) for name in family.parts})
+    stacked = getattr(config.vision_config, "deepstack_visual_indexes", [])
+    fill(path, {name: getattr(tower, name) for name in family.parts}, stacked)
     tower.to(device).train(False)
-    processor: Any = getattr(transformers, family.processor).from_dict(dict(processor_settings(path)))
+    processor: Any = getattr(transformers, family.processor).from_dict(dict(settings.processor))
 
     def inputs(image: Any, detail: str) -> _Inputs:
         return family.inputs(processor, image, rule, detail)
 
     return PictureEncoder(rule, tower, inputs, device)
-
-
-def _fill(path: Path, parts: dict[str, nn.Module]) -> None:
-    """Copy the checkpoint's tensors into modules.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape.
-    """
-    missing = {f"{part}.{name}": weight for part, module in parts.items() for name, weight in module.named_parameters()}
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors, torch.no_grad():
-                for stored in tensors.keys():  # noqa: SIM118 - not a mapping
-                    weight = missing.pop(stored.removeprefix("model."), None)
-                    if weight is not None:
-                        weight.copy_(tensors.get_tensor(stored))
-        except Exception as error:  # safetensors raises its own bare errors
-            raise CheckpointError(f"{file}: the encoder of pictures cannot be read: {error}") from None
-    if missing:
-        raise CheckpointError(f"{path}: tensor {min(missing)} of the encoder of pictures is missing")

@@ -58,6 +58,21 @@ def _shape(
     }
 
 
+_LATENT_SIZES = (64, 96, 4, 4, 4, 512)
+_LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 #: Shapes that `moonpool model create` knows. Those named after a model have its shape, with random weights.
 SHAPES: Mapping[str, ModelShape] = {
     # For tests: some 100,000 parameters.
@@ -99,27 +114,15 @@ SHAPES: Mapping[str, ModelShape] = {
     "tiny-mixtral": _shape(
         "MixtralForCausalLM", 64, 96, 4, 4, 2, 512, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
-    "tiny-deepseek-v3": _shape(
-        "DeepseekV3ForCausalLM",
-        64,
-        96,
-        4,
-        4,
-        4,
-        512,
-        model_type="deepseek_v3",
-        kv_lora_rank=32,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
+    "tiny-deepseek-v3": _shape("DeepseekV3ForCausalLM", *_LATENT_SIZES, model_type="deepseek_v3", **_LATENT),
+    "tiny-deepseek-v32": _shape(
+        "DeepseekV32ForCausalLM",
+        *_LATENT_SIZES,
+        model_type="deepseek_v32",
+        **_LATENT,
+        index_topk=24,
+        index_head_dim=16,
+        index_n_heads=16,
     ),
     "tiny-qwen3-next": _shape(
         "Qwen3NextForCausalLM",

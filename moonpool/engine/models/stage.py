@@ -26,6 +26,7 @@ from moonpool.engine.kernels.deterministic import elementwise, in_tiles
 from moonpool.engine.kernels.int8_head import Int8Head
 from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
+from moonpool.engine.kernels.sparse import ChosenKeys, choose_keys, chosen_attention
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.experts import DenseAndExperts
 from moonpool.engine.models.inference_mode import in_inference_mode
@@ -41,6 +42,7 @@ from moonpool.engine.models.shards import vocabulary_of_rank
 from moonpool.engine.models.weights import (
     NO_NOTES,
     AttentionWeights,
+    IndexerWeights,
     LatentWeights,
     LayerWeights,
     PerLayerTable,
@@ -106,7 +108,7 @@ class StageModel:
         self.final_norm = final_norm  # last stage
         self.head = head  # hidden to vocab, last stage
         self.int8_head = int8_head
-        first = self.layers[0].attention.output
+        first = self.layers[0].product
         self.dtype = first.dtype
         self.device = first.device
         positions_of_all = config.max_position_embeddings
@@ -388,6 +390,17 @@ class StageModel:
         if batch.loras is not None:
             weights = with_loras(batch.loras, index, weights)
         spec = weights.spec
+        if isinstance(weights.attention, IndexerWeights):
+            batch.normed = _read(weights, hidden, batch)
+            self._choose_keys(weights.attention, spec, batch.normed, batch, kv, scales)
+            return hidden
+        return self._with_result(index, weights, hidden, batch, kv, scales)
+
+    def _with_result(
+        self, index: int, weights: LayerWeights, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+    ) -> Tensor:
+        """As `_layer`, for layers that change hidden states."""
+        spec = weights.spec
         if index == self._whole_layer:
             batch = batch.without_slots()
         normed = _read(weights, hidden, batch)
@@ -428,6 +441,7 @@ class StageModel:
             return attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
         if isinstance(attention, LatentWeights):
             return self._latent_attention(attention, spec, normed, batch, kv, scales)
+        assert isinstance(attention, AttentionWeights)
         return self._attention(attention, spec, normed, batch, kv, scales)
 
     def _with_own_embedding(
@@ -488,8 +502,12 @@ class StageModel:
         """As `_attention`, over the latent vectors: the pool's one head holds them and the key's rotated part."""
         latent, exact = spec.latent, self.deterministic
         assert latent is not None
-        tokens = normed.shape[0]
-        narrow = normed if weights.q_a is None else weights.q_a(normed, deterministic=exact)
+        tokens, narrow = normed.shape[0], normed
+        if weights.q_a is not None:
+            narrow = weights.q_a(normed, deterministic=exact)
+        elif latent.q_rank is not None:
+            assert batch.narrow is not None
+            narrow = batch.narrow
         if weights.q_a_norm is not None:
             narrow = weights.q_a_norm(narrow)
         q = weights.q_b(narrow, deterministic=exact).view(tokens, spec.num_heads, -1)
@@ -504,6 +522,29 @@ class StageModel:
         attended = self._attended(spec, q, (key, None), batch, kv, scales)[..., : latent.kv_rank]
         attended = _by_head(attended, weights.from_latent, deterministic=exact)
         return weights.output(attended.flatten(1), deterministic=exact)
+
+    def _choose_keys(
+        self,
+        weights: IndexerWeights,
+        layer: LayerSpec,
+        normed: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> None:
+        """Store the indexer's keys, and note which keys each row of the batch sees."""
+        spec, indexer, exact = layer.attention, layer.indexer, self.deterministic
+        assert indexer is not None
+        batch.narrow = weights.q_a_norm(weights.q_a(normed, deterministic=exact))
+        q = weights.query(batch.narrow, deterministic=exact).view(len(normed), spec.num_heads, spec.head_dim)
+        key = weights.key_norm(weights.key(normed, deterministic=exact))[:, None]
+        turned = self._rotated(spec, torch.cat((q, key), dim=1), batch)
+        q, key = turned[:, :-1], turned[:, -1:]
+        write_kv(key, None, kv, batch.block_ids, batch.offsets, scales=scales)
+        by_head = weights.weights(normed.float(), deterministic=exact) * spec.num_heads**-0.5
+        host = batch.host
+        lengths = (host.query_start.tolist(), host.context_lens.tolist())
+        batch.chosen = choose_keys(q, by_head, kv, scales, batch.block_tables, *lengths, spec.scale, indexer.topk)
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""
@@ -541,6 +582,9 @@ class StageModel:
             write_kv(*stored, kv, batch.slot_ids if windowed else batch.block_ids, batch.offsets, scales=scales)
         tables = batch.slot_tables if windowed else batch.block_tables
         starts, lengths = batch.query_start, batch.context_lens
+        chosen: ChosenKeys | None = batch.chosen if spec.index_topk else None
+        if chosen is not None:
+            return chosen_attention(q, kv, scales, chosen, spec.scale, deterministic=self.deterministic)
         kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
         out = paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
         if batch.pictures:

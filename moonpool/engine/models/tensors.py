@@ -15,7 +15,15 @@ from torch import Tensor
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.families import FAMILIES
 from moonpool.base.families.base import TensorNames
-from moonpool.base.families.spec import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, NormSpec, RecurrentSpec
+from moonpool.base.families.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    IndexerSpec,
+    LatentSpec,
+    LayerSpec,
+    NormSpec,
+    RecurrentSpec,
+)
 
 Shape = tuple[int, ...]
 Slots = dict[str, "Stored"]
@@ -79,22 +87,15 @@ def layer_tensors(
     for slot in ("attention_norm", "attention_out_norm"):
         if getattr(spec, slot):
             slots |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
-    rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
-    paired = rope.width if rope is not None and rope.paired else 0
     prefix, inner = (names.layer.format(index=at) for at in spec.stored_at or (index, index))
+    names = _of_checkpoint(names, lambda name: has(f"{prefix}{name}.weight"))
     if spec.per_layer:
         slots |= _linear(names, "per_layer_gate", names.per_layer_gate, (spec.per_layer, config.hidden_size))
         slots |= _linear(names, "per_layer_output", names.per_layer_output, (config.hidden_size, spec.per_layer))
         slots |= _norm("per_layer_norm", names.per_layer_norm, spec.norm, (config.hidden_size,))
     if spec.scalar:
         slots["scalar"] = _plain(names.scalar, (1,))
-    if spec.recurrent is not None:
-        slots |= _recurrent(names, config.hidden_size, spec.recurrent, lambda name: has(f"{prefix}{name}.weight"))
-    elif spec.attention.latent is not None:
-        split = not has(f"{prefix}{names.kv_b}.weight")
-        slots |= _latent(names, config, spec.attention, spec.attention.latent, paired, split=split)
-    else:
-        slots |= _attention(names, config, spec.attention, paired)
+    slots |= _over_tokens(names, config, spec, lambda name: has(f"{prefix}{name}.weight"))
     slots = {slot: replace(part, name=f"{prefix}{part.name}") for slot, part in slots.items()}
     if not spec.feed_forward.inner:
         return slots
@@ -108,6 +109,12 @@ def layer_tensors(
         if getattr(spec, slot):
             network |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
     return slots | {slot: replace(part, name=f"{inner}{part.name}") for slot, part in network.items()}
+
+
+def _of_checkpoint(names: TensorNames, has: Callable[[str], bool]) -> TensorNames:
+    """Return the names of GGUF files where queries, keys and values are three tensors there, and one in folders."""
+    split = names.qkv and not has(names.qkv) and has(names.q)
+    return replace(names, qkv="", inputs_first=False) if split else names
 
 
 def attention_inputs(spec: AttentionSpec, tensors: Container[str]) -> str:
@@ -142,6 +149,8 @@ def projections(layer: LayerSpec, tensors: Slots) -> dict[str, str]:
     if layer.recurrent is not None:
         places["attention.inputs"] = recurrent_inputs(tensors)
         places |= {f"attention.{slot}": slot for slot in ("steps", "gates")}
+    elif layer.indexer is not None:
+        places = {"attention.q_a": "q_a"}
     elif layer.attention.latent is not None:
         places |= {f"attention.{slot}": slot for slot in ("q_a", "q_b", "kv_a")}
     else:
@@ -152,6 +161,20 @@ def projections(layer: LayerSpec, tensors: Slots) -> dict[str, str]:
     places[f"{network}.gate_up"] = network_inputs(prefix, tensors)
     places[f"{network}.down"] = f"{prefix}down"
     return {place: slots for place, slots in places.items() if f"{slots.split()[0]}.weight" in tensors}
+
+
+def _over_tokens(names: TensorNames, config: ModelConfig, spec: LayerSpec, has: Callable[[str], bool]) -> Slots:
+    """Return the tensors of a layer's part over tokens."""
+    rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
+    paired = rope.width if rope is not None and rope.paired else 0
+    if spec.recurrent is not None:
+        return _recurrent(names, config.hidden_size, spec.recurrent, has)
+    if spec.indexer is not None:
+        return _indexer(names, config, spec.attention, spec.indexer, paired)
+    if spec.attention.latent is None:
+        return _attention(names, config, spec.attention, paired)
+    slots = _latent(names, config, spec.attention, spec.attention.latent, paired, split=not has(names.kv_b))
+    return {slot: part for slot, part in slots.items() if not (spec.beside and slot.startswith("q_a"))}  # the indexer's
 
 
 def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, paired: int) -> Slots:
@@ -265,6 +288,18 @@ def _latent(
                     turn = partial(_unpaired, size, paired, first=size - paired)
                     slots[f"{slot}.{kind}"] = Stored(part.name, part.shape, part.kept_shape, turn)
     return slots
+
+
+def _indexer(names: TensorNames, config: ModelConfig, spec: AttentionSpec, indexer: IndexerSpec, paired: int) -> Slots:
+    hidden, heads, size = config.hidden_size, spec.num_heads, spec.head_dim
+    turn = partial(_unpaired, size, paired) if paired else None
+    slots = _linear(names, "q_a", names.q_a, (indexer.q_rank, hidden), bias=spec.qkv_bias)
+    slots |= _norm("q_a_norm", names.q_a_norm, NormSpec(), (indexer.q_rank,))
+    slots |= _linear(names, "index_q", names.index_q, (heads * size, indexer.q_rank), arrange=turn)
+    slots |= _linear(names, "index_k", names.index_k, (size, hidden), arrange=turn)
+    norm = _norm("index_k_norm", names.index_k_norm, NormSpec("layer", bias=True), (size,))
+    slots |= {slot: replace(part, arrange=turn) for slot, part in norm.items()}
+    return slots | {"index_weights.weight": _plain(f"{names.index_weights}.weight", (heads, hidden))}
 
 
 def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec, *, whole: bool) -> Iterator[tuple[str, Stored]]:

@@ -36,7 +36,7 @@ class AttentionWeights:
 class LatentWeights:
     """Weights of multi-head latent attention, `moonpool.base.families.spec.LatentSpec`."""
 
-    q_a: Linear | None  # hidden to q_rank
+    q_a: Linear | None  # hidden to q_rank; None: there is none, or the indexer before has it
     q_a_norm: Norm | None
     q_b: Linear  # q_rank (or hidden) to heads * (key_width + rope_width)
     kv_a: Linear  # hidden to kv_rank + rope_width
@@ -50,6 +50,23 @@ class LatentWeights:
         """Memory of the weights, bytes."""
         parts = (self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm, self.to_latent, self.from_latent)
         return _nbytes(*parts, self.output)
+
+
+@dataclass(slots=True)
+class IndexerWeights:
+    """Weights of what chooses keys, `moonpool.base.families.spec.IndexerSpec`."""
+
+    q_a: Linear  # hidden to q_rank
+    q_a_norm: Norm
+    query: Linear  # q_rank to heads * head_dim
+    key: Linear  # hidden to head_dim
+    key_norm: Norm
+    weights: Linear  # hidden to heads, float32
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return _nbytes(self.q_a, self.q_a_norm, self.query, self.key, self.key_norm, self.weights)
 
 
 @dataclass(slots=True)
@@ -96,13 +113,19 @@ class LayerWeights:
 
     spec: LayerSpec
     attention_norm: Norm | None
-    attention: AttentionWeights | LatentWeights | RecurrentWeights
+    attention: AttentionWeights | LatentWeights | RecurrentWeights | IndexerWeights
     attention_out_norm: Norm | None
     feed_forward_norm: Norm | None
     feed_forward: FeedForward | MixtureOfExperts | DenseAndExperts | None
     feed_forward_out_norm: Norm | None
     scalar: Tensor | None = None  # [1]
     per_layer: PerLayerWeights | None = None
+
+    @property
+    def product(self) -> Linear:
+        """One of the layer's products: of the layer's type, and on its device."""
+        part = self.attention
+        return part.key if isinstance(part, IndexerWeights) else part.output
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams
 from moonpool.client import GenerateResult, Message, MessagePart, TokenEvent, ToolCall, Usage
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, WholePart
+from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
 from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
@@ -384,11 +385,12 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
     checked = await gateway.auth.read_body(request, MessagesBody)
     body, state = checked.body, await gateway.cluster.state()
     job = gateway.builder.prepare(checked, state, body.max_tokens)
-    job.prompts = [{"messages": body.to_messages()}]
+    sent, tools = await checked.work(body.to_messages), await checked.work(body.tool_set)
+    job.prompts = [{"messages": sent}]
     job.set_chat_options(body.chat_options())
-    tools = body.tool_set()
     parser = await while_connected(request.receive, gateway.builder.offer_tools(job, tools))
-    marked = _cache_breakpoints(gateway, checked.caller.tenant, body, tools)
+    marks = await checked.work(body.cache_marks)
+    marked = _cache_breakpoints(gateway, checked, sent, marks, tools)
     cache = await while_connected(request.receive, marked)
     decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
     return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode, cache))
@@ -409,11 +411,14 @@ class CacheBreakpoints:
 
 
 async def _cache_breakpoints(
-    gateway: GatewayContext, tenant: str, body: MessagesBody, tools: ToolSet | None
+    gateway: GatewayContext,
+    checked: CheckedRequest[MessagesBody],
+    sent: Sequence[Message],
+    marks: Sequence[tuple[str, CacheControl | None]],
+    tools: ToolSet | None,
 ) -> CacheBreakpoints:
-    marks = body.cache_marks()
     ends = [index for index, (_, mark) in enumerate(marks) if mark is not None]
-    if not ends or any("parts" in message for message in body.to_messages()):
+    if not ends or any("parts" in message for message in sent):
         return CacheBreakpoints()  # tokens of pictures are not known here
     hours = [index for index in ends if (mark := marks[index][1]) is not None and mark.ttl == "1h"]
     wanted, texts = [ends[-1], *hours[-1:]], [text for text, _ in marks]
@@ -422,7 +427,7 @@ async def _cache_breakpoints(
     else:
         definitions = tools.definitions if tools else ()
         behind = await gateway.tokenizer.tokens_behind(
-            tenant, body.to_messages(), definitions, body.chat_options(), texts, wanted
+            checked.caller.tenant, sent, definitions, checked.body.chat_options(), texts, wanted
         )
     return CacheBreakpoints(*behind)
 
@@ -430,11 +435,12 @@ async def _cache_breakpoints(
 async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
     """Number of tokens in a conversation."""
     checked = await gateway.auth.read_body(request, CountTokensBody)
-    max_tokens, tools = await gateway.max_model_len(), checked.body.tool_set()
+    max_tokens, tools = await gateway.max_model_len(), await checked.work(checked.body.tool_set)
+    sent = await checked.work(checked.body.to_messages)
 
     async def encoded() -> list[int]:
         tenant = checked.caller.tenant
-        messages = await gateway.pictures.read(tenant, checked.body.to_messages())
+        messages = await gateway.pictures.read(tenant, sent)
         definitions, options = tools.definitions if tools else (), checked.body.chat_options()
         return await gateway.tokenizer.encode_chat(tenant, messages, definitions, max_tokens, options)
 

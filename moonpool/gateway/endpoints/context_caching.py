@@ -227,9 +227,9 @@ async def create_cache(gateway: GatewayContext, request: Request) -> Response:
     """Create a cache. The cache's KV is computed afterwards."""
     checked = await gateway.auth.read_body(request, CacheCreateBody)
     body = checked.body
-    tools = body.tool_set()
+    tools, messages = await checked.work(body.tool_set), await checked.work(body.to_messages)
     context = await gateway.client.contexts.create(
-        messages=body.to_messages(),
+        messages=messages,
         tools=tools.definitions if tools is not None else None,
         ttl_s=body.ttl_s(gateway.wall_clock()),
         tags=body.tags or (),

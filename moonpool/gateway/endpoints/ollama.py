@@ -21,6 +21,7 @@ from moonpool.gateway.endpoints.embeddings import EmbeddingBody, EmbeddingFormat
 from moonpool.gateway.endpoints.models import served_model_names
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, AnswerToolCall
+from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
 from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
@@ -211,8 +212,8 @@ async def chat(gateway: GatewayContext, request: Request) -> GenerationResponse:
     checked = await gateway.auth.read_body(request, OllamaChatBody)
     state = await gateway.cluster.state()
     job = gateway.builder.prepare(checked, state, checked.body.most_tokens(state))
-    job.prompts = [{"messages": checked.body.to_messages()}]
-    return await _answer(gateway, request, job, checked.body, is_chat=True)
+    job.prompts = [{"messages": await checked.work(checked.body.to_messages)}]
+    return await _answer(gateway, request, job, checked, is_chat=True)
 
 
 async def generate(gateway: GatewayContext, request: Request) -> GenerationResponse:
@@ -225,15 +226,17 @@ async def generate(gateway: GatewayContext, request: Request) -> GenerationRespo
     else:
         system: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
         job.prompts = [{"messages": [*system, {"role": "user", "content": body.prompt}]}]
-    return await _answer(gateway, request, job, body, is_chat=False)
+    return await _answer(gateway, request, job, checked, is_chat=False)
 
 
 async def _answer(
-    gateway: GatewayContext, request: Request, job: GenerationJob, body: OllamaBody, *, is_chat: bool
+    gateway: GatewayContext, request: Request, job: GenerationJob, checked: CheckedRequest[OllamaBody], *, is_chat: bool
 ) -> GenerationResponse:
+    body = checked.body
     if "messages" in job.prompts[0]:
         job.set_chat_options(body.chat_options())
-    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set()))
+    tools = await checked.work(body.tool_set)
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, tools))
     job.stream = body.stream is not False
     return gateway.generate(job, OllamaFormatter(body.model, parser, is_chat=is_chat))
 

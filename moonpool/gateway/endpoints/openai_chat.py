@@ -97,12 +97,13 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
     body, state = checked.body, await gateway.cluster.state()
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
-    job.prompts, known_tools = [body.prompt()], None
+    tools, known_tools = await checked.work(body.tool_set), None
+    job.prompts = [await checked.work(body.prompt)]
     if body.messages is not None:
         job.set_chat_options(body.chat_options())
     if reference := body.cache or cache_reference_of_headers(request.headers):
-        known_tools = await apply_cache(gateway, job, reference, body.tool_set(), repeated=body.cache is None)
-    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set(), known_tools))
+        known_tools = await apply_cache(gateway, job, reference, tools, repeated=body.cache is None)
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, tools, known_tools))
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = CompletionOptions.of(body)
     for name in ("return_token_ids", "add_special_tokens"):

@@ -19,7 +19,7 @@ from moonpool.gateway.endpoints.openai_completions import MAX_PROMPTS, Completio
 from moonpool.gateway.responses.body import ResponsesBody
 from moonpool.gateway.responses.context import ResponsesContext
 from moonpool.gateway.responses.turn import ResponsesTurn
-from moonpool.gateway.serving.auth import AuthenticatedCaller, CheckedRequest
+from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.errors import HttpError
 from moonpool.gateway.serving.generate_body import GenerateBody
@@ -102,7 +102,7 @@ async def prefetch(gateway: ResponsesContext, request: Request) -> Response:
     coming: list[GenerateArguments] = []
     for place, prompt in body.bodies():
         with _named(place):
-            coming += await _prompts(gateway, checked.caller, prompt, state)
+            coming += await _prompts(gateway, checked.of(prompt), state)
     checked.caller.budget.charge_answers(len(coming))
     within_s = None if body.cancel else body.within_s
     accepted = await gateway.client.announce(coming, within_s, tenant=checked.caller.tenant)
@@ -111,31 +111,31 @@ async def prefetch(gateway: ResponsesContext, request: Request) -> Response:
 
 
 async def _prompts(
-    gateway: ResponsesContext, caller: AuthenticatedCaller, body: GenerateBody, state: ClusterState
+    gateway: ResponsesContext, checked: CheckedRequest[GenerateBody], state: ClusterState
 ) -> list[GenerateArguments]:
     """A request's prompts, with what their KV depends on besides."""
-    job = gateway.builder.prepare(CheckedRequest(caller, body, {}, "", "", "", ""), state, max_tokens=1)
+    body, work = checked.body, checked.work
+    job = gateway.builder.prepare(checked, state, max_tokens=1)
     special = usual = isinstance(body, CompletionBody)
     match body:
         case CompletionBody():
             job.prompts, special = body.sdk_prompts(), body.add_special_tokens is not False
         case ChatBody():
-            job.prompts, special = [body.prompt()], body.add_special_tokens is True
+            job.prompts, special = [await work(body.prompt)], body.add_special_tokens is True
         case MessagesBody():
-            job.prompts = [{"messages": body.to_messages()}]
+            job.prompts = [{"messages": await work(body.to_messages)}]
         case ResponsesBody():
-            checked = CheckedRequest(caller, body, {}, "", "", "", "")
-            turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
-            job.prompts = [{"messages": turn.messages()}]
+            turn = await ResponsesTurn.of(gateway, checked.of(body), job.arguments.get("model", ""))
+            job.prompts = [{"messages": await work(turn.messages)}]
     if isinstance(body, MessagesBody) or (isinstance(body, ChatBody) and body.messages is not None):
         job.set_chat_options(body.chat_options())
-    if "messages" in job.prompts[0] and (tools := body.tool_set()) is not None:
+    if "messages" in job.prompts[0] and (tools := await work(body.tool_set)) is not None:
         job.arguments["tools"] = tools.definitions
     if special != usual:
         job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=special))
     # An answer's form matters to no prompt, and its grammar would be compiled.
     shared = job.arguments | {"sampling": SamplingParams(max_tokens=1), "session": None, "slo": None}
-    return [shared | prompt for prompt in await gateway.pictures.read_prompts(caller.tenant, job.prompts)]
+    return [shared | prompt for prompt in await gateway.pictures.read_prompts(checked.caller.tenant, job.prompts)]
 
 
 @contextmanager

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest
+from moonpool.client import Message
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
+from moonpool.gateway.serving.tool_set import ToolSet
 
 
 class TokenizeBody(ChatOptionsBody, ConversationBody):
@@ -48,19 +50,22 @@ class DetokenizeBody(Body):
 async def tokenize(gateway: GatewayContext, request: Request) -> Response:
     """Tokens for a prompt or for messages."""
     checked = await gateway.auth.read_body(request, TokenizeBody)
-    return await while_connected(request.receive, _tokenized(gateway, checked))
+    tools, messages = await checked.work(checked.body.tool_set), await checked.work(checked.body.to_messages)
+    return await while_connected(request.receive, _tokenized(gateway, checked, messages, tools))
 
 
-async def _tokenized(gateway: GatewayContext, checked: CheckedRequest[TokenizeBody]) -> Response:
+async def _tokenized(
+    gateway: GatewayContext, checked: CheckedRequest[TokenizeBody], messages: Sequence[Message], tools: ToolSet | None
+) -> Response:
     body, max_tokens = checked.body, await gateway.max_model_len()
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         tokens = await gateway.tokenizer.encode(checked.caller.tenant, body.prompt, max_tokens, special=special)
     else:
-        tools, tenant = body.tool_set(), checked.caller.tenant
+        tenant = checked.caller.tenant
         tokens = await gateway.tokenizer.encode_chat(
             tenant,
-            await gateway.pictures.read(tenant, body.to_messages()),
+            await gateway.pictures.read(tenant, messages),
             tools.definitions if tools else (),
             max_tokens,
             body.chat_options(),

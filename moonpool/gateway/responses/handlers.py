@@ -34,9 +34,9 @@ async def create_response(
     limit = body.max_output_tokens
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
     turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
-    job.prompts = [{"messages": turn.messages()}]
+    job.prompts, tools = [{"messages": await checked.work(turn.messages)}], await checked.work(body.tool_set)
     job.set_chat_options(body.chat_options())
-    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, body.tool_set()))
+    parser = await while_connected(request.receive, gateway.builder.offer_tools(job, tools))
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = ResponsesOptions(
         echoed_fields=body.echoed_fields(stored=turn.is_stored),
@@ -62,13 +62,13 @@ async def create_response(
 async def count_input_tokens(gateway: ResponsesContext, request: Request) -> Response:
     """Number of tokens in the prompt that a request would have."""
     checked = await gateway.auth.read_body(request, ResponsesBody)
-    turn, tools = await ResponsesTurn.of(gateway, checked, ""), checked.body.tool_set()
-    definitions = tools.definitions if tools else ()
+    turn, tools = await ResponsesTurn.of(gateway, checked, ""), await checked.work(checked.body.tool_set)
+    definitions, given = tools.definitions if tools else (), await checked.work(turn.messages)
     max_tokens = await gateway.max_model_len()
     options = checked.body.chat_options()
 
     async def encoded() -> list[int]:
-        messages = await gateway.pictures.read(turn.tenant, turn.messages())
+        messages = await gateway.pictures.read(turn.tenant, given)
         return await gateway.tokenizer.encode_chat(turn.tenant, messages, definitions, max_tokens, options)
 
     tokens = await while_connected(request.receive, encoded())

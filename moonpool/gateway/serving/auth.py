@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -14,7 +13,7 @@ from moonpool.base.errors import PermissionDenied
 from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.gateway.serving.body import Body, BodyT
-from moonpool.gateway.serving.body_reader import BodyReader
+from moonpool.gateway.serving.body_reader import BodyReader, BodyWork
 from moonpool.gateway.serving.budgets import BudgetCharge, Budgets
 from moonpool.gateway.serving.served_request import served_request
 
@@ -22,10 +21,8 @@ SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session
 """Headers that name a request's session, the general one and known clients' own. The first that is there counts."""
 MAX_REMEMBERED_IDS = 4096
 """Ids that clients gave their requests, by which a request can be asked for."""
-MAX_WARNED_FIELDS = 16
-"""Ignored fields that the warning header names."""
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 CheckedBodyT = TypeVar("CheckedBodyT", bound=Body, covariant=True)
+OtherBodyT = TypeVar("OtherBodyT", bound=Body)
 TENANT_SCOPE = "moonpool.tenant"
 """Key in the scope of a request that the gateway sends to itself: the tenant, whose key was checked before."""
 
@@ -108,7 +105,7 @@ class Authenticator:
             caller = AuthenticatedCaller(self.tenant(request))
         else:
             caller = self._admit(self._keys, _api_key(request))
-        body = await self._bodies.read(request, cls, caller.tenant)
+        parsed = await self._bodies.read(request, cls, caller.tenant)
         given = request.headers.get(TRACEPARENT, "")
         served = served_request(request.scope)
         name, own = served.id, served.own_id
@@ -119,8 +116,8 @@ class Authenticator:
             served.notes["full_id"] = request_id
             self._remember_id(caller.tenant, name, request_id)
         trace = given if is_traceparent(given) else ""
-        warning, session = _ignored_fields_warning(body), _session_id(request)
-        return CheckedRequest(caller, body, warning, trace, request_id, name if own else "", session)
+        client_id, session = name if own else "", _session_id(request)
+        return CheckedRequest(caller, parsed.body, parsed.warning, trace, request_id, client_id, session, parsed.work)
 
     async def pace(self, tenant: str, num_bytes: int) -> None:
         """Count bytes of a body that is read elsewhere, and wait as long as further ones of the tenant must."""
@@ -164,6 +161,7 @@ class CheckedRequest(Generic[CheckedBodyT]):
         request_id: unique id of the request.
         client_id: the client's own id of the request, with which `request_id` begins; "" for none.
         session_id: the session that the request's head names; "" for none.
+        work: does what costs as much as the body is large, away from the event loop if the body is large.
     """
 
     caller: AuthenticatedCaller
@@ -173,6 +171,11 @@ class CheckedRequest(Generic[CheckedBodyT]):
     request_id: str
     client_id: str
     session_id: str
+    work: BodyWork
+
+    def of(self, body: OtherBodyT) -> CheckedRequest[OtherBodyT]:
+        """The request with a body within this one."""
+        return CheckedRequest(self.caller, body, {}, "", "", "", "", self.work)
 
 
 def _api_key(request: Request) -> str:
@@ -184,12 +187,3 @@ def _api_key(request: Request) -> str:
 def _session_id(request: Request) -> str:
     """The session that the head names; "" for none."""
     return next((found for name in SESSION_HEADERS if (found := request.headers.get(name))), "")
-
-
-def _ignored_fields_warning(body: Body) -> dict[str, str]:
-    """A warning header with the names of ignored fields. A name with other than plain characters becomes "?"."""
-    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.ignored_fields()))
-    if not names:
-        return {}
-    listed = ", ".join(names[:MAX_WARNED_FIELDS]) + (", ..." if len(names) > MAX_WARNED_FIELDS else "")
-    return {"warning": f'299 moonpool "ignored fields: {listed}"'}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Generic, TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request
@@ -13,7 +15,7 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_parts import UNCHECKED_BYTES, check_json_parts
 from moonpool.base.runtime.tenant_turns import TenantTurns
-from moonpool.gateway.serving.body import BodyT, validate_body
+from moonpool.gateway.serving.body import Body, BodyT, validate_body
 from moonpool.gateway.serving.body_limits import BodyMemory, BodyPace
 from moonpool.gateway.serving.client_watch import while_connected
 from moonpool.gateway.serving.errors import HttpError
@@ -21,7 +23,50 @@ from moonpool.gateway.serving.json_response import JSON_TYPE
 
 CLEANUP = "moonpool.cleanup"
 """Key of a request's scope: an `ExitStack` that is closed after the response."""
+MAX_WARNED_FIELDS = 16
+"""Ignored fields that the warning header names."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+T = TypeVar("T")
+
+
+class BodyWork:
+    """Work on a body, of a cost that follows the body's size: at once, or on a thread if the body is large."""
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`.
+
+        Raises:
+            ClientDisconnect: the client has closed the connection.
+        """
+        return work()
+
+
+class ThreadWork(BodyWork):
+    """Work on a large body, by turns of tenants."""
+
+    def __init__(self, request: Request, threads: TenantTurns, tenant: str) -> None:
+        self._request, self._threads, self._tenant = request, threads, tenant
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        return await while_connected(self._request.receive, self._threads.run(self._tenant, work))
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody(Generic[BodyT]):
+    """A body that was read.
+
+    Attributes:
+        body: the body, checked.
+        warning: a response header that names ignored fields; empty if there are none.
+        work: does what else is to be done with the body.
+    """
+
+    body: BodyT
+    warning: dict[str, str]
+    work: BodyWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +87,7 @@ class BodyReader:
     threads: TenantTurns
     pace: BodyPace
 
-    async def read(self, request: Request, cls: type[BodyT], tenant: str) -> BodyT:
+    async def read(self, request: Request, cls: type[BodyT], tenant: str) -> ParsedBody[BodyT]:
         """Read, parse and check the body of a tenant's request. The body's memory is held until the response has ended.
 
         Raises:
@@ -62,9 +107,9 @@ class BodyReader:
         except TimeoutError:
             message = f"the body did not arrive within {self.timeout_s:g} s"
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "timeout", message, close=True) from None
-        if len(raw) <= UNCHECKED_BYTES:
-            return _parse_body(cls, raw)
-        return await while_connected(request.receive, self.threads.run(tenant, lambda: _parse_body(cls, raw)))
+        work = BodyWork() if len(raw) <= UNCHECKED_BYTES else ThreadWork(request, self.threads, tenant)
+        body, warning = await work(lambda: _parse_body(cls, raw))
+        return ParsedBody(body, warning, work)
 
     async def _read_raw(self, request: Request, tenant: str, take: Callable[[int], None]) -> bytes:
         body, clock = bytearray(), asyncio.get_running_loop().time
@@ -79,7 +124,7 @@ class BodyReader:
         return bytes(body)
 
 
-def _parse_body(cls: type[BodyT], raw: bytes) -> BodyT:
+def _parse_body(cls: type[BodyT], raw: bytes) -> tuple[BodyT, dict[str, str]]:
     raw = raw.removeprefix(_BYTE_ORDER_MARK)
     check_json_parts(raw)
     try:
@@ -88,7 +133,16 @@ def _parse_body(cls: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidRequest("", f"invalid JSON: {error}") from None
     body = validate_body(cls, content)
     body.check()
-    return body
+    return body, _ignored_fields_warning(body)
+
+
+def _ignored_fields_warning(body: Body) -> dict[str, str]:
+    """A warning header with the names of ignored fields. A name with other than plain characters becomes "?"."""
+    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.ignored_fields()))
+    if not names:
+        return {}
+    listed = ", ".join(names[:MAX_WARNED_FIELDS]) + (", ..." if len(names) > MAX_WARNED_FIELDS else "")
+    return {"warning": f'299 moonpool "ignored fields: {listed}"'}
 
 
 def _check_content_type(request: Request) -> None:

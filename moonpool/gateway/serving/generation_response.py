@@ -32,7 +32,7 @@ from moonpool.gateway.serving.client_watch import ClientGoneError, while_connect
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes, to_json_in_pieces
-from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MergedStream
+from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MIN_BEGUN_PROMPTS, MergedStream
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
@@ -56,7 +56,7 @@ class AnswerTurns:
 
     threads: TenantTurns
     memory: BodyMemory
-    begun: TenantPlaces = field(default_factory=lambda: TenantPlaces(MAX_BEGUN_PROMPTS))
+    begun: TenantPlaces = field(default_factory=lambda: TenantPlaces(MIN_BEGUN_PROMPTS, MAX_BEGUN_PROMPTS))
     writing: LoopTurns = field(default_factory=LoopTurns)
 
 

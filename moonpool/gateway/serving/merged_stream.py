@@ -21,8 +21,8 @@ MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
 MAX_RUNNING_PROMPTS = 64
 """Prompts in one HTTP request that run at the same time; further prompts wait."""
-MAX_BEGUN_PROMPTS = 64
-"""Prompts of all lists of a tenant that have no token yet; further prompts wait."""
+MIN_BEGUN_PROMPTS, MAX_BEGUN_PROMPTS = 4, 64
+"""Prompts of all lists of a tenant that have no token yet; further prompts wait. As many as begin without delay."""
 
 
 class MergedStream:
@@ -101,14 +101,14 @@ class MergedStream:
         try:
             async with self._places:
                 # By the place in the list, so that a list that comes later does not wait for all of an earlier one.
-                give_back = await self._begun.take(self._tenant, rank=index)
+                place = await self._begun.take(self._tenant, rank=index)
                 try:
                     async with stream:
                         async for event in stream:
-                            give_back()  # before the client reads: a client that does not read holds no place
+                            place.give_back(done=True)  # before the client reads: who does not read holds no place
                             await self._events.put(replace(event, choice=first + event.choice))
                 finally:
-                    give_back()
+                    place.give_back(done=False)
             await self._events.put(None)
         except Exception as error:
             await self._events.put(error)

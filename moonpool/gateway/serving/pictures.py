@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from moonpool.base.checkpoint import Tokenizer, resolve
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.errors import InvalidRequest, MoonpoolError
 from moonpool.base.frozen import frozen
 from moonpool.base.pictures.base import PictureRule
 from moonpool.base.pictures.files import PictureFiles
 from moonpool.base.pictures.limits import MAX_BYTES, MAX_PICTURES
-from moonpool.base.pictures.rule import read_rule
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import GenerateArguments, Message, Picture
 from moonpool.gateway.serving.body import Body

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -128,7 +130,8 @@ async def test_no_more_of_a_large_body_is_read_before_its_time(*, large: bool) -
 
     async def receive() -> dict[str, Any]:
         read_at.append(loop.time())
-        piece = next(pieces)
+        if (piece := next(pieces, None)) is None:
+            piece = await asyncio.get_running_loop().create_future()  # the client stays
         return {"type": "http.request", "body": piece, "more_body": piece != b"}"}
 
     with ThreadPoolExecutor(1) as threads, ExitStack() as cleanup:
@@ -136,9 +139,33 @@ async def test_no_more_of_a_large_body_is_read_before_its_time(*, large: bool) -
         pace = BodyPace(1e6, ahead_bytes=0)
         pace.wait_s("ann", 1 << 16, loop.time())
         reader = BodyReader(1 << 17, 30.0, BodyMemory(1 << 20), TenantTurns(threads), pace)
-        body = await reader.read(Request(scope, receive), DetokenizeBody, "ann")
-    assert body.tokens == [1, 2]
+        parsed = await reader.read(Request(scope, receive), DetokenizeBody, "ann")
+    assert parsed.body.tokens == [1, 2]
     assert (read_at[1] - read_at[0] >= 0.06) == large
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_all_that_costs_as_much_as_a_large_body_is_done_on_the_thread(*, large: bool) -> None:
+    where = list[threading.Thread]()
+
+    class Noting(DetokenizeBody):
+        def ignored_fields(self, place: str = "") -> Iterator[str]:
+            where.append(threading.current_thread())
+            return super().ignored_fields(place)
+
+    sent = asyncio.Queue[dict[str, Any]]()  # nothing more comes: the client stays
+    padding = b" " * (UNCHECKED_BYTES if large else 0)
+    sent.put_nowait({"type": "http.request", "body": b'{"tokens": [1], "odd": 1}' + padding, "more_body": False})
+
+    with ThreadPoolExecutor(1) as threads, ExitStack() as cleanup:
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")], CLEANUP: cleanup}
+        reader = BodyReader(1 << 17, 30.0, BodyMemory(1 << 20), TenantTurns(threads), BodyPace())
+        parsed = await reader.read(Request(scope, sent.get), Noting, "ann")
+        where.append(threads.submit(threading.current_thread).result())
+        where.append(await parsed.work(threading.current_thread))
+    assert parsed.warning == {"warning": '299 moonpool "ignored fields: odd"'}
+    ignored, thread, work = where
+    assert (ignored is thread, work is thread) == (large, large)
 
 
 async def test_the_memory_of_a_body_is_held_until_its_answer_has_ended() -> None:

@@ -71,7 +71,7 @@ async def test_leaving_cancels_all() -> None:
     """Those that run and wait."""
     holding = [Holding(answer()[:2]) for _ in range(2)]
     streams = [AsyncClient(transport=transport).stream(prompt="x") for transport in holding]
-    async with MergedStream(streams, 1, TenantPlaces(2), "ann") as several:
+    async with MergedStream(streams, 1, TenantPlaces(2, 2), "ann") as several:
         async for _ in several:
             break
         await asyncio.gather(*(transport.call.held.wait() for transport in holding))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from moonpool.base.checkpoint import ChatOptions, Tokenizer
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.pictures.limits import MAX_BYTES, MAX_PICTURES
-from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.base.pictures.rule import with_pictures
 from moonpool.client import Picture
 from moonpool.client.testing import FakeConductor
 from tests.pictures import picture_file, picture_model, square_model

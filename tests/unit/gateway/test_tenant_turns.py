@@ -34,6 +34,8 @@ TENANTS = ("ann", "bob", "eve")
 PADDING = b" " * UNCHECKED_BYTES
 """Behind a body: a large one is parsed on a thread."""
 
+TOOLS = [{"type": "function", "function": {"name": f"look_{number}"}} for number in range(8)]
+
 
 def drawn_request(draws: random.Random) -> tuple[str, bytes]:
     """An endpoint, and a body that costs a thread something."""
@@ -48,6 +50,7 @@ def drawn_request(draws: random.Random) -> tuple[str, bytes]:
             ("/v1/responses/input_tokens", {"input": words}),
             ("/v1/completions", {"prompt": [words[:8]] * draws.randrange(2, 40), "echo": True}),
             (CHAT, {"messages": [{"role": "user", "content": words}]}),
+            (CHAT, {"messages": [{"role": "user", "content": words}], "tools": TOOLS[: draws.randrange(1, 9)]}),
         ]
     )
     large = path == CHAT or draws.random() < 0.3

@@ -117,12 +117,11 @@ def test_inspect(tmp_path: Path) -> None:
 
 
 def test_inspect_counts_what_engines_load(tmp_path: Path) -> None:
-    """Not the layers behind the last one and further tensors that only drafting uses, nor an indexer."""
+    """Not the layers behind the last one and further tensors that only drafting uses."""
     names = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"]
     further = [
         "model.layers.2.mlp.up_proj.weight",
         "mtp.layers.0.norm.weight",
-        "model.layers.0.self_attn.indexer.wk.weight",
     ]
     tensors = {name: ("F32", [2, 4], bytes(32)) for name in (*names, *further)}
     write_weights(write_config(tmp_path) / "model.safetensors", tensors)

@@ -7,8 +7,8 @@ import pytest
 
 from moonpool.base.checkpoint import ChatOptions, Tokenizer
 from moonpool.base.checkpoint.chat_template import RenderedChat
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.pictures.gemma3 import Gemma3Rule
-from moonpool.base.pictures.rule import read_rule
 from tests.pictures import SQUARE_ROWS, square_model
 
 

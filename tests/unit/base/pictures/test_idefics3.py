@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.media import media_digest
 from moonpool.base.pictures.base import PictureRule
 from moonpool.base.pictures.files import Picture
 from moonpool.base.pictures.idefics3 import Idefics3Rule
-from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.base.pictures.rule import with_pictures
 from tests.pictures import LONGEST, PROCESSOR, ROWS, SIDE, picture_model
 
 SEED = 20_26

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.pictures.internvl import InternVLRule
-from moonpool.base.pictures.rule import read_rule
 from tests.pictures import ARRANGED_PROCESSOR, ARRANGED_ROWS, SIDE, arranged_model
 
 SEED = 20_28

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.pictures.pixtral import LOW_SIDE, PixtralRule
-from moonpool.base.pictures.rule import read_rule
 from tests.pictures import CELL, CELL_PROCESSOR, CELLS_LONGEST, cell_model
 
 SEED = 20_27

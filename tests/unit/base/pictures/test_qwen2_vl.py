@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint.picture_rule import read_rule
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.pictures.files import Picture
 from moonpool.base.pictures.qwen2_vl import MAX_RATIO, Qwen2VLRule
-from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.base.pictures.rule import with_pictures
 from tests.pictures import CELL, PATCH_PROCESSOR, patch_model
 
 SEED = 20_29

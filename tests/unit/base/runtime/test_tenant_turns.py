@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import heapq
 import random
+import statistics
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from moonpool.base import world
-from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces, TenantTurns, Turns
+from moonpool.base.runtime.tenant_turns import LoopTurns, TakenPlace, TenantPlaces, TenantTurns, Turns
 from tests.unit.fakes.beside import Held
 
 
@@ -173,26 +175,75 @@ async def test_the_loop_does_one_piece_in_a_pass() -> None:
 
 
 async def test_places_are_each_tenants_own() -> None:
-    places, order = TenantPlaces(2), list[str]()
+    places, order = TenantPlaces(2, 2), list[str]()
 
-    async def holder(tenant: str, rank: int) -> Callable[[], None]:
-        give_back = await places.take(tenant, rank)
+    async def holder(tenant: str, rank: int) -> TakenPlace:
+        place = await places.take(tenant, rank)
         order.append(f"{tenant} {rank}")
-        return give_back
+        return place
 
     held = [task(holder("eve", rank)) for rank in (5, 6, 7, 8, 0)]
     await settled()
     calm = task(holder("ann", 9))
     await settled()
     assert order == ["eve 5", "eve 6", "ann 9"]
-    give_back = await held[0]
-    give_back()
-    give_back()  # of no effect
+    place = await held[0]
+    place.give_back(done=True)
+    place.give_back(done=True)  # of no effect
     await settled()
     assert order[3:] == ["eve 0"]
     for each in (held[1], held[4], calm):
-        (await each)()
+        (await each).give_back(done=False)
     await settled()
     for each in (held[2], held[3]):
-        (await each)()
+        (await each).give_back(done=False)
+    assert not places
+
+
+@pytest.mark.parametrize(("at_once", "fewest", "most"), [(1, 4, 8), (20, 20, 40), (1000, 64, 64)])
+async def test_places_become_as_many_as_the_services_do_at_once(at_once: int, fewest: int, most: int) -> None:
+    """Services of which each does one work of 1 s after the other; many more would only queue up there."""
+    now, free_at, places, running = 0.0, [0.0] * at_once, TenantPlaces(4, 64), list[tuple[float, int, TakenPlace]]()
+    clock = dataclasses.replace(world.Clock(), monotonic=lambda: now)
+    world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), clock=clock))
+
+    async def work(number: int) -> None:
+        place = await places.take("ann", number)
+        service = min(range(at_once), key=free_at.__getitem__)
+        free_at[service] = max(free_at[service], now) + 1.0
+        heapq.heappush(running, (free_at[service], number, place))
+
+    works = [task(work(number)) for number in range(2000)]
+    under_way = []
+    for _ in works:
+        await settled()
+        under_way.append(len(running))
+        now, _, place = heapq.heappop(running)
+        place.give_back(done=True)
+    assert under_way[0] == 4
+    assert fewest <= statistics.median(under_way) <= most
+    assert max(under_way[:-1]) <= 64
+    assert min(under_way[1024:1224]) <= 4  # how long a work takes is measured again
+    await asyncio.gather(*works)
+    assert not places
+
+
+async def test_works_that_were_not_done_say_nothing_of_how_long_works_take() -> None:
+    now, places = 0.0, TenantPlaces(2, 8)
+    clock = dataclasses.replace(world.Clock(), monotonic=lambda: now)
+    world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), clock=clock))
+    waiting = [task(places.take("ann", number)) for number in range(60)]
+    taken = 0
+    for _ in range(40):
+        await settled()
+        (await waiting[taken]).give_back(done=False)
+        taken += 1
+        now += 1.0
+    await settled()
+    assert [each.done() for each in waiting].count(True) == taken + 2
+    for each in waiting[taken:]:
+        each.cancel()
+    for each in waiting[taken : taken + 2]:
+        each.result().give_back(done=False)
+    await settled()
     assert not places

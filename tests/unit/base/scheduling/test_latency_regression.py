@@ -103,3 +103,11 @@ def test_without_a_spread_a_coefficient_stays_and_with_a_common_factor_all_move_
     still = Regression((0.001, 2.0), (0.0, 0.0))
     still.observe((1.0, 1.0), 3.0)
     assert still.coefficients == (0.001, 2.0)
+
+
+def test_a_first_value_of_nearly_zero_stays_of_use() -> None:
+    """A fit gives 5e-17 where there is no fixed part. Its spread must not grow by how often that goes into a second."""
+    learnt = Regression((5.6e-17, 2e-3, 5e-7, 1.0), (0.15, 1e-3, 2e-7, 0.7))
+    for seconds in (0.05, 0.02, 0.3, 0.01, 0.04) * 20:
+        learnt.observe((1.0, 30.0, 280.0, 0.0), seconds)
+        assert 0.0 < learnt.seconds((1.0, 30.0, 280.0, 0.0)) < 1.0

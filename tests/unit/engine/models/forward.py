@@ -31,7 +31,8 @@ class Sequence_:
 class Runner:
     """One model in one or more stages over a pool whose free slots hold NaN, with blocks handed out in no order.
 
-    `stored`: the type of quantised KV; None: the weights'. `config`: of the model, where config.json does not say it.
+    `borders`: where stages begin, or at the next layer that can be the first. `stored`: the type of quantised KV; None:
+    the weights'. `config`: of the model, where config.json does not say it.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Runner:
         config: ModelConfig | None = None,
     ) -> None:
         self.config: ModelConfig = config or load_config(path)
-        ends = [0, *borders, self.config.num_layers]
+        begins = [layer for layer in range(self.config.num_layers) if layer not in self.config.decoder.joined]
+        ends = [0, *(next(layer for layer in begins if layer >= border) for border in borders), self.config.num_layers]
         self.stages: list[StageModel] = [
             load_stage(path, self.config, dtype, begin, end, kept=KeptWeights(quantization))
             for begin, end in pairwise(ends)

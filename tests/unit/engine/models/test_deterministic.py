@@ -30,7 +30,18 @@ def test_any_mix_of_chunks_and_decode_steps(
 @pytest.mark.parametrize(
     ("case", "mode"),
     [
-        *((case, "") for case in ("qwen2_moe", "llama4", "kimi_linear", "granite, hybrid", "lfm2_moe", "qwen3_next")),
+        *(
+            (case, "")
+            for case in (
+                "qwen2_moe",
+                "llama4",
+                "deepseek_v32",
+                "kimi_linear",
+                "granite, hybrid",
+                "lfm2_moe",
+                "qwen3_next",
+            )
+        ),
         *(pytest.param(case, mode, marks=pytest.mark.slow) for case in CASES for mode in ("", "torch")),
     ],
 )

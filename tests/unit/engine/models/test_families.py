@@ -18,7 +18,6 @@ from moonpool.base.checkpoint import load_config
 from moonpool.base.checkpoint.config import config_hash
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
-from moonpool.base.families.rope import longest
 from moonpool.base.families.wrapped import WRAPPER
 from tests.unit.engine.models.forward import Runner
 from tests.unit.engine.models.test_parity import assert_greedy
@@ -48,7 +47,7 @@ LATENT = {
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-INDEXED = {"index_topk": 512, "index_head_dim": 16, "index_n_heads": 2}
+INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
 FACTORS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
@@ -162,6 +161,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**LATENT, **ROUTED, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     ),
     "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **ROUTED, **INDEXED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
+    "glm_moe_dsa, shared choices": (
+        "glm_moe_dsa",
+        {**LATENT, **ROUTED, **INDEXED, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "gpt2": ("gpt2", {}),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_neox": ("gpt_neox", {}),
@@ -359,7 +362,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "vaultgemma": ("vaultgemma", {**HEAD, **WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}),
     "youtu": ("youtu", LATENT),
 }
-ONE_STAGE = ("falcon_h1", "falcon_h1, norm", "gemma4, embeddings for each layer", "gemma4, shared KV")
+ONE_STAGE = ("gemma4, embeddings for each layer", "gemma4, shared KV")
 LENGTHS, NEW = (5, 33, 80), 8
 WHOLE_NEW = 3
 """New tokens of prompts that are computed whole: their later steps are those of the chunked ones."""
@@ -502,16 +505,6 @@ def test_what_gemma_4_cannot_be_is_refused_by_name(field: str, value: Any) -> No
     config = transformers.AutoConfig.for_model("gemma4_text", **{**TINY, **GEMMA4}).to_dict()
     with pytest.raises(UnsupportedModel, match=field):
         family.decoder(family.fields({**config, field: value}, "config.json"))
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_sequences_end_where_attention_would_choose_keys(model_type: str) -> None:
-    family = next(family for family in FAMILIES.values() if family.model_type == model_type)
-    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **LATENT, "index_topk": 100}).to_dict()
-    assert longest(family.fields(config, "config.json")) == 100
-    assert longest(family.fields({**config, "index_topk": 600}, "config.json")) == TINY["max_position_embeddings"]
-    del config["index_topk"]
-    assert longest(family.fields({**config, "max_position_embeddings": 4096}, "config.json")) == 2048
 
 
 def test_every_family_has_a_case() -> None:

@@ -15,7 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from benchmarks.peers.gguf_files import VALUE_TYPES, finish
+from benchmarks.peers.gguf_files import VALUE_TYPES, add_tokenizer, finish
 from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
@@ -103,6 +103,22 @@ EXPERTS_OF_NEMOTRON_H = {
     "expert_weights_scale": 2.5,
     "expert_gating_func": 2,
 }
+FALCON_H1_KEYS = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 80,
+    "ssm.time_step_rank": 8,
+}
+FACTORS4 = [1.0, 1.5, 2.0, 3.0]
+MINICPM3_KEYS = {
+    "attention.kv_lora_rank": 32,
+    "attention.q_lora_rank": 24,
+    "attention.key_length": 24,
+    "attention.value_length": None,
+    "rope.dimension_count": 8,
+}
+MINICPM3 = {"v_head_dim": 16, "dim_model_base": 256}
 #: By architecture of the file, and what is special: case of test_families, and further metadata of converters.
 FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "arcee": ("arcee", {}),
@@ -136,6 +152,11 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "expert_weights_scale": 2.5,
         },
     ),
+    "falcon": ("falcon", {"attention.head_count_kv": 1, "feed_forward_length": 256}),
+    "falcon, new": ("falcon, new", {"attention.head_count_kv": 2, "feed_forward_length": 256}),
+    "falcon, one norm": ("falcon, new", {"attention.head_count_kv": 2, "feed_forward_length": 256}),
+    "falcon-h1": ("falcon_h1", FALCON_H1_KEYS),
+    "falcon-h1, norm": ("falcon_h1, norm", {**FALCON_H1_KEYS}),
     "gemma": ("gemma", {}),
     "gemma2": (
         "gemma2",
@@ -180,6 +201,24 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "expert_group_used_count": 2,
         },
     ),
+    "glm-dsa": (
+        "glm_moe_dsa",
+        {
+            **LATENT_KEYS,
+            "block_count": 5,
+            "nextn_predict_layers": 1,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "attention.indexer.top_k": 16,
+            "attention.indexer.head_count": 16,
+            "attention.indexer.key_length": 16,
+        },
+    ),
+    "gpt2": ("gpt2", {"feed_forward_length": 256}),
+    "gptneox": ("gpt_neox", {"rope.dimension_count": 4, "use_parallel_residual": True}),
+    "gptneox, serial": ("gpt_neox, serial", {"rope.dimension_count": 4, "use_parallel_residual": False}),
     "gpt-oss": (
         "gpt_oss",
         {
@@ -248,6 +287,26 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "llama": ("mixtral", {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6}),
+    "mimo2": (
+        "mimo_v2_flash",
+        {
+            **{key: value for key, value in SHARED.items() if key != "expert_shared_count"},
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "attention.head_count_kv": [2, 4, 4, 2, 4],
+            "attention.sliding_window": 19,
+            "attention.sliding_window_pattern": [0, 1, 1, 0, 1],
+            "attention.value_length": 12,
+            "attention.value_scale": 0.707,
+            "block_count": 5,
+            "nextn_predict_layers": 1,
+            "rope.dimension_count": 8,
+            "rope.freq_base": 5e6,
+            "rope.freq_base_swa": 1e4,
+        },
+    ),
+    "minicpm3": ("minicpm3", MINICPM3_KEYS),
+    "minicpm3, longrope": ("minicpm3", MINICPM3_KEYS),
     "minimax-m2": (
         "minimax_m2",
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "rope.freq_base": 5e6},
@@ -320,6 +379,7 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
     "stablelm": ("stablelm", {"rope.dimension_count": 4}),
+    "starcoder": ("gpt_bigcode", {"attention.head_count_kv": 1, "feed_forward_length": 256}),
     "starcoder2": ("starcoder2", {}),
 }
 CHANGED: Mapping[str, Mapping[str, Any]] = {
@@ -338,6 +398,14 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         }
+    },
+    "falcon, one norm": {"num_ln_in_parallel_attn": 1},
+    "falcon-h1, norm": {"tie_word_embeddings": False},
+    "minicpm3": MINICPM3,
+    "minicpm3, longrope": {
+        **MINICPM3,
+        "rope_scaling": {"rope_type": "longrope", "long_factor": FACTORS4, "short_factor": FACTORS4},
+        "original_max_position_embeddings": 512,
     },
     "lfm2moe": {"tie_word_embeddings": True},  # files have no head
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192},  # llama.cpp knows no others
@@ -362,8 +430,15 @@ def family_of_file(architecture: str) -> ModelFamily:
     return next(family for family in FAMILIES.values() if family.model_type == model_type)
 
 
-def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *, leave_out: str = "") -> None:
-    """Write `model` as llama.cpp's converter does."""
+def write(
+    architecture: str,
+    model: transformers.PreTrainedModel,
+    file: Path,
+    *,
+    leave_out: str = "",
+    tokenizer: Path | None = None,
+) -> None:
+    """Write `model` as llama.cpp's converter does, with the tokenizer of a folder, or tokens that are only numbered."""
     config, family = model.config, family_of_file(architecture)
     assert family.gguf is not None
     kind = architecture.partition(",")[0]
@@ -374,20 +449,22 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", 0),
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.freq_base": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
         **FILES[architecture][1],
     }
-    layer_norm = next((n for n in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, n)), None)
+    layer_norm = next(
+        (n for n in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps") if hasattr(config, n)), None
+    )
     keys["attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"] = float(
         getattr(config, layer_norm or "rms_norm_eps", 1e-5)
     )
     for key, value in keys.items():
-        if key == leave_out:
+        if key == leave_out or value is None:
             continue
         if isinstance(value, list):
             writer.add_array(f"{kind}.{key}", value)
@@ -411,8 +488,11 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
         writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if "nextn_predict_layers" in keys and kind == "qwen35":
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", np.ones(config.hidden_size, np.float32))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     finish(writer)
 
 
@@ -467,7 +547,7 @@ def stacked(model: transformers.PreTrainedModel) -> list[tuple[str, NDArray[np.f
             inputs_first = model.config.model_type in ("gpt_oss", "llama4_text") and kind == "weight"
             turned = array.swapaxes(1, 2) if inputs_first else array
             found[f"{base}experts.down_proj.{kind}"] = turned
-        elif name.endswith("kv_b_proj.weight"):
+        elif name.endswith("kv_b_proj.weight") and model.config.model_type != "minicpm3":
             width = model.config.qk_nope_head_dim
             both = array.reshape(model.config.num_attention_heads, -1, array.shape[1])
             found[name.replace("kv_b", "k_b")] = both[:, :width].swapaxes(1, 2)
@@ -483,7 +563,11 @@ def recurrent(
     """What converters do with tensors of Mamba-2 and gated delta nets, and with the joined networks of Granite."""
     found: list[tuple[str, NDArray[np.float32]]] = []
     for name, values in tensors:
-        changed = -np.exp(values) if name.endswith("A_log") else values
+        changed = -np.exp(values) if name.endswith("A_log") else multiplied(name, values, config)
+        if name.endswith(("query_key_value.weight", "query_key_value.bias")):
+            changed = by_kind(changed, config)
+        elif kind == "gpt2" and ".c_" in name:
+            changed = changed.T
         if name.endswith("self_attn.conv1d.weight"):
             parts = zip("qkv", np.split(changed, 3), strict=True)
             found += [(name.replace("conv1d", f"{part}_conv1d"), rows[None, :, None]) for part, rows in parts]
@@ -511,6 +595,41 @@ def recurrent(
             found.append((name, values_in_turn(name, changed, config)))
         else:
             found.append((name, changed))
+    return found
+
+
+def by_kind(values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """The converter moves rows of Falcon and GPT-NeoX from an order by KV head to all queries, keys, then values."""
+    heads = config.num_attention_heads
+    kv_heads = heads
+    if config.model_type == "falcon":
+        kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.hidden_size // heads, *values.shape[1:])
+    parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+
+
+def multiplied(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """The converter multiplies weights of Falcon-H1 by the model's factors."""
+    if config.model_type != "falcon_h1":
+        return values
+    gate, down = config.mlp_multipliers
+    taken = config.attention_in_multiplier
+    width, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    sizes = (width, width, state, state, config.mamba_n_heads)
+    factors: Mapping[str, Any] = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * taken,
+        "q_proj": taken,
+        "v_proj": taken,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, sizes)[:, None],
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    found: NDArray[np.float32] = values * np.float32(factors.get(name.split(".")[-2], 1.0))
     return found
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moonpool.base.checkpoint import Tokenizer, inspect_checkpoint, load_config
-from moonpool.base.checkpoint.picture_rule import engine_rule
+from moonpool.base.checkpoint.picture_rule import engine_rule, read_rule
 from moonpool.base.errors import CheckpointError
 from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
 from moonpool.base.kv.media import MediaItem
 from moonpool.base.pictures.files import Picture
-from moonpool.base.pictures.rule import read_rule, with_pictures
+from moonpool.base.pictures.rule import with_pictures
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.steps import ENCODER, MEMORY, SequenceSampling, SequenceStep
 from moonpool.engine.models.batch import PackedBatch

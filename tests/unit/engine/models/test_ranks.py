@@ -31,8 +31,9 @@ RECURRENT = [
     *("granite, hybrid", "granite, hybrid, dense", "kimi_linear", "lfm2", "lfm2, biases", "lfm2_moe"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
 ]
-QUICK = ("falcon, new", "gemma4, shared KV", "gpt2", "gpt_oss", "deepseek_v2, groups", "olmo2")
-"""Grouped projections, layers of other layers' KV, inputs first, experts in one tensor, MLA, norms over all heads."""
+QUICK = ("falcon, new", "gemma4, shared KV", "gpt2", "gpt_oss", "deepseek_v2, groups", "deepseek_v32", "olmo2")
+"""Grouped projections, layers of other layers' KV, inputs first, experts in one tensor, MLA, chosen keys, norms over
+all heads."""
 
 
 def answer(stages: RankedStages, new: int) -> list[int]:

@@ -1,0 +1,139 @@
+"""Attention to chosen keys (DeepSeek V3.2): an indexer scores all keys of a sequence, and a row sees the best ones.
+
+Plain torch computes this on every device: neither native kernels nor Triton have it. A sequence with no more tokens
+than are chosen sees all of them (`moonpool.engine.kernels.attention`). What a sequence gets depends on the sequence and
+its chunks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.kernels.attention import paged_attention
+from moonpool.engine.kernels.reference import dequantize
+
+_TILE_BYTES = 32 << 20
+"""Scores of some rows, and gathered keys of some rows, that are held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSequences:
+    """The sequences whose rows see all keys: arguments of `paged_attention`, and where the rows lie."""
+
+    rows: Tensor  # [n] int64
+    block_tables: Tensor  # [S, max_blocks] int32
+    query_start: Tensor  # [S + 1] int32
+    context_lens: Tensor  # [S] int32
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKeys:
+    """Where in the pool the keys lie that rows see, in rising order; R rows that see `topk` keys at most."""
+
+    rows: Tensor  # [R] int64
+    blocks: Tensor  # [R, topk] int64
+    slots: Tensor  # [R, topk] int64
+    unused: Tensor  # [R, 1, topk] bool: places that a row with fewer keys does not use
+    whole: WholeSequences | None  # sequences that are not longer; None: there are none
+
+
+def choose_keys(
+    q: Tensor,  # [T, heads, D]
+    weights: Tensor,  # [T, heads] float32
+    kv: Tensor,  # [blocks, 1, 1, block_size, D], the indexer's keys, those of the rows among them
+    scales: Tensor | None,  # [blocks, 1, 1, block_size] float32, of quantised KV
+    block_tables: Tensor,  # [S, max_blocks] int32
+    query_start: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+    topk: int,
+) -> ChosenKeys | None:
+    """Return the `topk` keys of each row with the highest sum of weights[h] * relu(q[h] k * scale) over the heads h.
+
+    Tables and lengths are those of `moonpool.engine.kernels.attention.paged_attention`. Of keys with the same sum the
+    earlier ones are taken. Sums are computed in float32.
+
+    Returns:
+        None if no sequence has more than `topk` tokens.
+    """
+    spans = list(pairwise(query_start))
+    longer = [s for s, (begin, end) in enumerate(spans) if end > begin and context_lens[s] > topk]
+    if not longer:
+        return None
+    rows, blocks, slots, unused = [], [], [], []
+    for s in longer:
+        begin, end = spans[s]
+        context, table = context_lens[s], block_tables[s].long()
+        used = table[: -(-context // kv.shape[3])]
+        keys = dequantize(kv[used], None if scales is None else scales[used], torch.float32)
+        tokens, numbers = _best(q[begin:end], weights[begin:end], keys.reshape(-1, kv.shape[4])[:context], scale, topk)
+        rows.append(torch.arange(begin, end, device=q.device))
+        blocks.append(table[tokens // kv.shape[3]])
+        slots.append(tokens % kv.shape[3])
+        unused.append(torch.arange(topk, device=q.device) >= numbers[:, None])
+    others = [s for s in range(len(spans)) if s not in set(longer)]
+    whole = _whole(others, spans, block_tables, context_lens) if others else None
+    return ChosenKeys(torch.cat(rows), torch.cat(blocks), torch.cat(slots), torch.cat(unused)[:, None], whole)
+
+
+def chosen_attention(
+    q: Tensor,  # [T, heads, D]
+    kv: Tensor,  # [blocks, 1, 1, block_size, D]: latent vectors
+    scales: Tensor | None,  # [blocks, 1, 1, block_size] float32, of quantised KV
+    chosen: ChosenKeys,
+    scale: float,
+    *,
+    deterministic: bool,
+) -> Tensor:
+    """Return softmax(q k^T * scale) k over the keys that each row sees, [T, heads, D]."""
+    out = torch.empty_like(q)
+    if (whole := chosen.whole) is not None:
+        tables = (whole.block_tables, whole.query_start, whole.context_lens)
+        out[whole.rows] = paged_attention(q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic)
+    tile = 1 if deterministic else max(1, _TILE_BYTES // (chosen.blocks.shape[1] * kv.shape[4] * 4))
+    for part in torch.split(torch.arange(len(chosen.rows), device=q.device), tile):
+        rows, place = chosen.rows[part], (chosen.blocks[part], 0, 0, chosen.slots[part])
+        keys = dequantize(kv[place], None if scales is None else scales[place], torch.float32)  # [rows, topk, D]
+        scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)
+        seen = torch.softmax(scores.masked_fill_(chosen.unused[part], -torch.inf), dim=-1)
+        out[rows] = torch.bmm(seen, keys).to(q.dtype)
+    return out
+
+
+def _best(q: Tensor, weights: Tensor, keys: Tensor, scale: float, topk: int) -> tuple[Tensor, Tensor]:
+    """Return the chosen tokens of a sequence's last rows, [n, topk] int64 filled up with 0, and how many, [n]."""
+    (context, _), (count, heads) = keys.shape, q.shape[:2]
+    turned, positions = keys.t(), torch.arange(context, device=q.device)
+    places = torch.arange(topk, device=q.device)
+    tokens, numbers = [], []
+    tile = max(1, _TILE_BYTES // (heads * context * 4))
+    for part in torch.split(torch.arange(count, device=q.device), tile):
+        scores = torch.matmul(q[part].float(), turned).mul_(scale).relu_()  # [rows, heads, context]
+        sums = torch.bmm(weights[part, None], scores)[:, 0]
+        sums.masked_fill_(positions > (part + context - count)[:, None], -torch.inf)
+        least = sums.topk(topk).values[:, -1:]
+        best, equal = sums > least, (sums == least) & (sums > -torch.inf)
+        best |= equal & (equal.cumsum(1) <= topk - best.sum(1, keepdim=True))
+        numbers.append(best.sum(1))
+        own = torch.zeros((len(part), topk), dtype=torch.int64, device=q.device)
+        own[places < numbers[-1][:, None]] = best.nonzero()[:, 1]
+        tokens.append(own)
+    return torch.cat(tokens), torch.cat(numbers)
+
+
+def _whole(
+    sequences: Sequence[int], spans: Sequence[tuple[int, int]], block_tables: Tensor, context_lens: Sequence[int]
+) -> WholeSequences:
+    device = block_tables.device
+    counts = [spans[s][1] - spans[s][0] for s in sequences]
+    return WholeSequences(
+        torch.cat([torch.arange(*spans[s]) for s in sequences]).to(device),
+        block_tables[torch.tensor(sequences, device=device)],
+        torch.tensor([0, *counts]).cumsum(0).int().to(device),
+        torch.tensor([context_lens[s] for s in sequences], dtype=torch.int32, device=device),
+    )
