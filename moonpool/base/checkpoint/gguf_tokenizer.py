@@ -32,6 +32,7 @@ _O200K = (
 """OpenAI's o200k: gpt-oss, Llama 4, MiniMax M2."""
 _QWEN35 = QWEN2_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SEED = QWEN2_PATTERN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+_BAILING = QWEN2_PATTERN.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|")
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -60,6 +61,7 @@ _PATTERNS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_O200K,)),
     "qwen35": (_QWEN35,),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2"), (_BAILING,)),
     "falcon": _FALCON,
     "seed-coder": (_SEED,),
     "kimi-k2": (KIMI_PATTERN,),

@@ -111,7 +111,7 @@ PIECES = {
     ("gpt-2", "olmo", "exaone4"): ("it", "'", "S", " 12345", " aBc", " q", "\u0301", "漢x", ".", "y", "!", "\n"),
     ("falcon",): ("it", "'", "S", *THREES, " aBc", " q", "\u0301", "漢x", ".", "y", "!", "\n"),
     ("llama-bpe", "lfm2", "glm4"): ("it", "'S", *THREES, " aBc", " q", "\u0301漢x", ".y", "!\n"),
-    ("qwen2", "stablelm2", "hunyuan"): ("it", "'S", *DIGITS, " aBc", " q", "\u0301漢x", ".y", "!\n"),
+    ("bailingmoe2", "qwen2", "stablelm2", "hunyuan"): ("it", "'S", *DIGITS, " aBc", " q", "\u0301漢x", ".y", "!\n"),
     ("seed-coder",): ("it", "'S", *DIGITS, " aBc", " q", "\u0301漢x", ".y", "!", "\n"),
     ("qwen35",): ("it", "'S", *DIGITS, " aBc", " q\u0301漢x", ".y", "!\n"),
     ("deepseek-v3", "hunyuan-dense"): ("it", "'S", *THREES, " aBc", " q\u0301", "漢", "x", ".y", "!\n"),

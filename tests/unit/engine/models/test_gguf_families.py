@@ -564,7 +564,7 @@ def recurrent(
     found: list[tuple[str, NDArray[np.float32]]] = []
     for name, values in tensors:
         changed = -np.exp(values) if name.endswith("A_log") else multiplied(name, values, config)
-        if name.endswith(("query_key_value.weight", "query_key_value.bias")):
+        if "query_key_value." in name and kind in ("falcon", "gptneox"):
             changed = by_kind(changed, config)
         elif kind == "gpt2" and ".c_" in name:
             changed = changed.T
@@ -706,7 +706,8 @@ def test_files_of_deepseek_v3_say_deepseek2_too(tmp_path: Path, monkeypatch: pyt
 def test_every_family_with_a_gguf_name_has_a_case() -> None:
     found = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
     named = {name for names in found for name in (names.architecture, *names.other_architectures)}
-    assert named == {case.partition(",")[0] for case in FILES} | {"llama", "qwen2", "qwen3"}
+    elsewhere = {"bailingmoe2", "llama", "qwen2", "qwen3"}
+    assert named == {case.partition(",")[0] for case in FILES} | elsewhere
 
 
 @pytest.mark.parametrize("key", ["context_length", "block_count", "attention.layer_norm_rms_epsilon"])
