@@ -27,6 +27,7 @@ ALL = (
     "serving",
     "simulated",
     "simulator",
+    "steps",
     "tls",
     "weight_types",
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moonpool.base.errors import MoonpoolError, StreamBroken
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.conductor.core.events import Event, PromptComputed, StopRequested, TokensArrived
+from moonpool.conductor.core.events import CompletionReason, Event, PromptComputed, StopRequested, TokensArrived
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.decode_streams import NewTokens
 from moonpool.conductor.generate_stream import GenerateStream
@@ -14,10 +14,14 @@ from moonpool.conductor.proto_conversion import error_of, failure_of, finish_of,
 from moonpool.v1 import kv_pb2, prefill_pb2
 
 log = get_logger(__name__)
+COUNT_S = 0.25
+"""The core hears at most so often how many tokens have come, in seconds: clients do not wait for the core."""
 
 
 class SequenceSubscription:
     """One sequence's tokens on their way to the request's stream, and their number to the core: none lost or doubled.
+
+    The first tokens and the last ones are told at once; between them the core hears of several at a time.
 
     Args:
         io: the call's number at the core.
@@ -46,7 +50,8 @@ class SequenceSubscription:
         self._stop = stop
         self._clock, self._began = clock, clock()
         self._running = set(range(len(stream.choices)))  # choices that decode has not ended
-        self._posted = False
+        self._untold = 0
+        self._told_at = float("-inf")
 
     def add_tokens(self, new: NewTokens) -> bool:
         """Take tokens; see `SequenceSubscriber`. Known tokens are dropped; a gap ends the call with a failure."""
@@ -55,7 +60,7 @@ class SequenceSubscription:
                 self._prompt_computed(new.prompt)
             self._added(new.choice, self._stream.add_tokens(new, self._sequence), new.reason)
         except StreamBroken as error:
-            self._end(failure_of(error), cancel=True)
+            self._failed(error, cancel=True)
             return True
         except Exception:
             end_after_defect(self._stream, self._post)
@@ -77,12 +82,18 @@ class SequenceSubscription:
             self._running.discard(choice)
         elif count and stream.choices[choice].finish and not stream.finish:
             self._stop(choice)
-        finish = finish_of(stream.finish) if stream.choices[choice].finish else None
-        if count or finish or not self._posted:
-            self._posted = True
-            self._post(TokensArrived(self._io, count, finish, known=not self._running))
+        self._untold += count
+        if reason or stream.choices[choice].finish or self._clock() - self._told_at >= COUNT_S:
+            self._tell(finish_of(stream.finish) if stream.choices[choice].finish else None)
         if not self._running:
             self._end(None, cancel=False)
+
+    def _tell(self, finish: CompletionReason | None = None) -> None:
+        """Tell the core of the tokens that it has not heard of."""
+        first = self._told_at == float("-inf")
+        if self._untold or finish or first:
+            count, self._untold, self._told_at = self._untold, 0, self._clock()
+            self._post(TokensArrived(self._io, count, finish, known=not self._running))
 
     def stop_complete(self) -> None:
         """Stop the choices at decode that are complete from an earlier placement."""
@@ -91,7 +102,13 @@ class SequenceSubscription:
                 self._stop(choice.index)
 
     def fail(self, error: MoonpoolError) -> None:
-        self._end(failure_of(error), cancel=False)
+        self._failed(error, cancel=False)
+
+    def _failed(self, error: MoonpoolError, *, cancel: bool) -> None:
+        """End the call, after the tokens that came before."""
+        if self._untold:
+            self._tell()
+        self._end(failure_of(error), cancel=cancel)
 
 
 def end_after_defect(stream: GenerateStream, post: Callable[[Event], None]) -> None:

@@ -3,6 +3,10 @@
 A graph is captured for a shape: a number of rows, and contexts up to a length, which the kernels' launches depend on.
 Steps are padded to the next shape. Padding rows write no KV (block -1).
 
+Behind the layers a graph moves its inputs to the sequences' next places. Further graphs have the head and plain
+sampling, and put the tokens where the layers' graphs read them. So a run's next step needs nothing from the host
+(`DecodeGraphs.go_on`).
+
 All graphs are captured before the stage is ready (`moonpool.engine.warm_up`): a capture waits for the device and stops
 all streams for tenths of a second. A shape without a graph takes the next larger one, or runs eagerly.
 """
@@ -19,19 +23,25 @@ import torch
 from torch import Tensor
 
 from moonpool.base.scheduling.steps import Step
-from moonpool.engine.footprint import MAX_GRAPH_BYTES
+from moonpool.engine.footprint import LOGIT_ROWS, MAX_GRAPH_BYTES
 from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.platforms.base import CapturedGraph, Device, DeviceStream
 from moonpool.engine.platforms.kv_memory import KVMemory
+from moonpool.engine.sampling.captured import CHOICES, CapturedSampling, Choice, PlainRows
 
 MAX_GRAPH_ROWS = 256
 """Rows of a decode step that has a graph."""
 MAX_GRAPHS = 64
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS + 1, 32))
 _LEAST_CONTEXT, _WIDER = 1024, 4
-_PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
-"""Values for rows without a sequence: such rows read one pool slot and write none."""
+_SAMPLED_ROWS = (1, 4, 16, 64, 128, MAX_GRAPH_ROWS)
+"""Rows of a graph of the head: products of few rows take as long as the weights need."""
+_PADDING = {
+    "token_ids": 0, "positions": 0, "live": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0,
+}  # fmt: skip
+"""Values for rows without a sequence: such rows read one pool slot and write none. `live`: tokens of a row's step."""
 _SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
 """The same, of inputs that there are only if the pool has window slots."""
 _INT32 = ("context_lens", "block_tables", "slot_tables")
@@ -81,14 +91,11 @@ class GraphCache:
         while len(self._rows) > 1 and len(self._rows) * len(self._contexts) > most_graphs:
             self._rows = self._rows[::-2][::-1]  # the largest stays
         self._most_bytes = most_bytes
-        self._held: dict[GraphShape, int] = {}
+        self._held = set[GraphShape]()
+        self.nbytes = 0
+        """Memory that the graphs hold."""
         self.stopped = ""
         """Why shapes are left without a graph; empty = all have one, or will have."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the graphs hold."""
-        return sum(self._held.values())
 
     @property
     def shapes(self) -> list[GraphShape]:
@@ -108,10 +115,17 @@ class GraphCache:
 
     def captured(self, shape: GraphShape, nbytes: int) -> bool:
         """A graph was captured; returns whether the graph may be kept."""
+        if not self.holds(nbytes):
+            return False
+        self._held.add(shape)
+        return True
+
+    def holds(self, nbytes: int) -> bool:
+        """Count a graph's memory; returns whether the graph may be kept."""
         if self.nbytes + nbytes > self._most_bytes:
             self.stopped = f"graphs would hold more than {self._most_bytes >> 20} MiB"
             return False
-        self._held[shape] = nbytes
+        self.nbytes += nbytes
         return True
 
     def failed(self, why: str) -> None:
@@ -132,11 +146,13 @@ class _Inputs:
         self._padding = _PADDING | (_SLOT_PADDING if slots else {})
         self._parts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.nbytes = 0
-        for name in self._padding:
+        for name in sorted(self._padding, key=lambda name: name.endswith("_tables")):
             size = (shape.rows, blocks) if name.endswith("_tables") else (shape.rows,)
             length = math.prod(size) * (4 if name in _INT32 else 8)
             self._parts[name] = self.nbytes, self.nbytes + length, size
-            self.nbytes += -(-length // _ALIGNED) * _ALIGNED
+            # What has no table lies at the same place for all shapes: graphs of the head write tokens there.
+            most = length if len(size) > 1 else 8 * MAX_GRAPH_ROWS
+            self.nbytes += -(-most // _ALIGNED) * _ALIGNED
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Return the inputs in `memory`, uint8 [at least `nbytes`]."""
@@ -151,10 +167,26 @@ class _Inputs:
         for name, view in self.views(memory).items():
             array = view.numpy()
             array.fill(self._padding[name])
-            if batch is not None:
+            if batch is not None and name == "live":
+                array[: batch.num_tokens] = 1
+            elif batch is not None:
                 given = getattr(batch, name).numpy()[..., : array.shape[-1]] if array.ndim > 1 else getattr(batch, name)
                 array[tuple(map(slice, given.shape))] = given
         return memory
+
+
+def _to_next_places(inputs: dict[str, Tensor], block_size: int) -> None:
+    """Move each row with a sequence to the place of the sequence's next token, within captured work."""
+    live, positions = inputs["live"], inputs["positions"]
+    positions.add_(live)
+    inputs["context_lens"].add_(live)
+    torch.remainder(positions, block_size, out=inputs["offsets"])
+    for ids, tables in (("block_ids", "block_tables"), ("slot_ids", "slot_tables")):
+        if ids in inputs:
+            # Behind the run's last step a row may stand behind its table; that place is not used.
+            column = (positions // block_size).clamp_max_(inputs[tables].shape[1] - 1)
+            found = inputs[tables].gather(1, column[:, None])[:, 0].long()
+            inputs[ids].copy_(found.masked_fill_(live == 0, -1))
 
 
 class DecodeGraphs:
@@ -179,17 +211,24 @@ class DecodeGraphs:
         self._memory_of_inputs = torch.empty(most, dtype=torch.uint8, device=where)
         self._query_start = torch.arange(MAX_GRAPH_ROWS + 1, dtype=torch.int32, device=where)
         self._last_rows = torch.arange(MAX_GRAPH_ROWS, device=where)
+        self._states = torch.zeros_like(self._hidden)  # behind the layers
+        self._sampling = CapturedSampling(MAX_GRAPH_ROWS, where)
+        self._chosen = torch.zeros(2, MAX_GRAPH_ROWS, dtype=torch.int32, device=where)  # tokens; highest logits' bits
+        self._ends: dict[tuple[int, Choice], CapturedGraph] = {}
+        self.not_sampled = "" if model.is_first and model.is_last and model.head is not None else "no head in the stage"
+        """Why no graph has head and sampling; empty = some have."""
 
-    def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
+    def shape(self, step: Step, batch: PackedBatch, later: int = 0) -> GraphShape | None:
         """Return the graph's shape for a step, or for a later step in the run; None if the step runs layer by layer.
 
-        `batch`: the step's, on the host.
+        `batch`: the step's, on the host. `later`: further steps that the same shape is for.
         """
         sequences = len(batch.context_lens)
         if step.gated or step.layer_events or batch.num_tokens != sequences:
             return None
-        return self._captures.shape(sequences, int(batch.context_lens.max()))
+        return self._captures.shape(sequences, int(batch.context_lens.max()) + later)
 
+    @in_inference_mode
     def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
         """Capture all graphs. Each shape runs eagerly first, so that no kernel is compiled within a capture.
 
@@ -205,7 +244,45 @@ class DecodeGraphs:
             if self._captures.stopped:
                 # Engine processes set up no logging: warnings get to standard error, anything less is dropped.
                 log.warning("%d of %d graphs of decode steps: %s", number, len(shapes), self._captures.stopped)
-                return
+                break
+        if not self.not_sampled:
+            say("capturing graphs of the head")
+            stream.run(self._capture_ends)
+            stream.record().wait()
+            if self.not_sampled:
+                log.warning("%d graphs of head and sampling: %s", len(self._ends), self.not_sampled)
+
+    def samples(self, count: int, choice: Choice) -> bool:
+        """Tell whether graphs choose the tokens of `count` rows in this way."""
+        return self._end_of(count, choice) is not None
+
+    def begin_run(self, shape: GraphShape, batch: PackedBatch, rows: PlainRows) -> None:
+        """Copy a run's first step, whose shape serves all steps, and what its rows want, to the device."""
+        self._fill(shape, batch)
+        self._sampling.begin(rows)
+
+    def go_on(self, shape: GraphShape, count: int, choice: Choice, numbers: Tensor | None, found: Tensor) -> None:
+        """Compute the run's next step: tokens and the bits of the highest logits of `count` rows go to `found`.
+
+        Args:
+            shape: given to `begin_run`, as were the rows.
+            count: rows of the run.
+            choice: how tokens are chosen.
+            numbers: of the step's draws, [count] float64; None: nothing is drawn.
+            found: int32 [2, count] on the host, pinned if the device is a GPU.
+        """
+        if numbers is not None:
+            self._sampling.set_numbers(numbers)
+        self._graphs[shape].replay()
+        end = self._end_of(count, choice)
+        assert end is not None
+        end.replay()
+        found.copy_(self._chosen[:, :count], non_blocking=True)
+
+    def host_memory(self, count: int) -> Tensor:
+        """Return memory for `found` of `go_on`."""
+        pinned = self._device.torch_device.type == "cuda"
+        return torch.zeros(2, count, dtype=torch.int32, pin_memory=pinned)
 
     def run(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> Tensor:
         """Compute all layers of a step; return the hidden states [T, hidden], which belong to the caller.
@@ -218,9 +295,8 @@ class DecodeGraphs:
         self._fill(shape, batch)
         if not self._model.is_first:
             self._hidden[: batch.num_tokens].copy_(hidden)
-        graph = self._graphs[shape]
-        graph.replay()
-        return graph.result[: batch.num_tokens].clone()
+        self._graphs[shape].replay()
+        return self._states[: batch.num_tokens].clone()
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
         if shape not in self._inputs_of:
@@ -257,7 +333,42 @@ class DecodeGraphs:
         model, memory = self._model, self._memory
         hidden = model.embed(batch.token_ids, batch.positions) if model.is_first else self._hidden[: shape.rows]
         begin, end = model.layer_begin, model.layer_end
-        return model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
+        hidden = model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
+        _to_next_places(inputs, self._block_size)
+        return self._states[: shape.rows].copy_(hidden)
+
+    def _end_of(self, count: int, choice: Choice) -> CapturedGraph | None:
+        rows = next_size(_SAMPLED_ROWS, count)
+        return None if rows is None else self._ends.get((rows, choice))
+
+    def _end(self, rows: int, choice: Choice) -> Tensor:
+        """Choose tokens behind the layers, and give them to the next step: captured work."""
+        for begin in range(0, rows, LOGIT_ROWS):
+            part = slice(begin, min(begin + LOGIT_ROWS, rows))
+            tokens, highest = self._sampling.choose(choice, self._model.logits(self._states[part]), begin)
+            self._chosen[0, part].copy_(tokens)
+            self._chosen[1, part].copy_(highest.view(torch.int32))
+        token_ids = self._memory_of_inputs[: 8 * rows].view(torch.int64)
+        return token_ids.copy_(self._chosen[0, :rows])
+
+    def _capture_ends(self) -> None:
+        """Capture head and sampling for all numbers of rows that steps have, the largest first."""
+        most = max((shape.rows for shape in self._graphs), default=0)
+        sizes = [rows for rows in _SAMPLED_ROWS if rows < most]
+        sizes += [rows for rows in (next_size(_SAMPLED_ROWS, most),) if rows is not None and most]
+        for rows in reversed(sizes):
+            for choice in reversed(CHOICES):
+                work = partial(self._end, rows, choice)
+                try:
+                    work()
+                    graph = self._device.capture(work)
+                except RuntimeError as error:
+                    self.not_sampled = f"{rows} rows, {choice}, cannot be captured: {error}"
+                    return
+                if not self._captures.holds(graph.nbytes):
+                    self.not_sampled = self._captures.stopped
+                    return
+                self._ends[rows, choice] = graph
 
     def _capture(self, shape: GraphShape) -> None:
         self._fill(shape, None)

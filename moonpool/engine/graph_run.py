@@ -1,22 +1,89 @@
-"""The mode that replays all layers of a decode step as one captured graph, and then samples the tokens."""
+"""The mode that replays all layers of a decode step as one captured graph.
+
+If the rows sample plainly (`moonpool.engine.sampling.captured`), graphs also choose the tokens, and feed them to the
+run's next step. Then the device is given that step before the host has read the tokens of the step before. If the run
+ends with those tokens, the further step is thrown away: it writes KV behind the sequences' tokens, in their own blocks,
+into which no KV is brought meanwhile.
+"""
 
 from functools import partial
 
+from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.layer_run import LayerRun
-from moonpool.engine.step_run import StepRun
+from moonpool.engine.models.inference_mode import in_inference_mode
+from moonpool.engine.run_mode import StageParts
+from moonpool.engine.sampling.captured import PlainRows, is_plain
+from moonpool.engine.step_run import StepRun, StepStart
+from moonpool.engine.step_sampler import StepOutput
+from moonpool.engine.steps_ahead import StepsAhead
+from moonpool.engine.structured_output import PendingMasks
+
+_ENDS_OFTEN = 1 / 8
+"""Runs that end early, a step: from here on no step is given ahead, because too many would be thrown away."""
+_OF_LATE = 1 / 16
+"""Weight of the last step in that mean."""
 
 
 class GraphRun(LayerRun):
     """Computes steps for which a graph was captured; other steps go layer by layer."""
 
-    def _shape(self, run: StepRun) -> GraphShape | None:
+    def __init__(self, stage: StageParts) -> None:
+        super().__init__(stage)
+        self._early_ends = 0.0
+
+    def begin(self, step: Step, masks: PendingMasks | None) -> StepRun:
+        run = super().begin(step, masks)
+        specs = [sequence.sample for sequence in step.sequences if sequence.scored is None]
+        plain = [spec for spec in specs if spec is not None and is_plain(spec)]
+        if masks is None and len(plain) == len(step.sequences):
+            run.plain = PlainRows(plain, self._stage.model.config.vocab_size)
+        return run
+
+    @in_inference_mode
+    def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
+        if run.ahead is None and run.plain is not None:
+            run.ahead = self._steps_ahead(run, run.plain)
+        return super().compute(run, times) if run.ahead is None else self._go_on(run, run.ahead, times)
+
+    def _shape(self, run: StepRun, later: int = 0) -> GraphShape | None:
         graphs = self._stage.graphs
         # A graph has no products of adapters in it, no rows of pictures, and no positions but the tokens' places.
         plain = run.packed.loras is None and run.packed.rope_positions is None
-        if graphs is None or not plain or any(part.media for part in run.step.sequences):
+        if graphs is None or not plain or run.has_media:
             return None
-        return graphs.shape(run.step, run.packed)
+        return graphs.shape(run.step, run.packed, later)
+
+    def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
+        """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
+        graphs, shape = self._stage.graphs, self._shape(run, run.left)
+        if graphs is None or shape is None or not graphs.samples(run.packed.num_tokens, rows.choice):
+            return None
+        if self._stage.kv_gates.dropped(run.step.step_id):
+            return None
+        later = run.step.steps - 1 - run.left
+        return StepsAhead(graphs, self._stage.platform.stream, shape, run.packed, rows, later)
+
+    def _go_on(self, run: StepRun, ahead: StepsAhead, times: StepStart) -> list[int] | None:
+        """Compute the step under way, and give the device the next."""
+        gates, memory, step_id = self._stage.kv_gates, self._stage.platform.memory, run.step.step_id
+        layers = range(self._stage.model.layer_begin, self._stage.model.layer_end)
+        done = not gates.aborted(step_id)
+        if done and not ahead.last:
+            for layer in layers:
+                memory.prepare_layer(layer)
+            ahead.give()
+        if done and run.left and not gates.is_stopped(step_id) and self._early_ends < _ENDS_OFTEN:
+            ahead.give()
+        run.output, behind = ahead.read() if done else (StepOutput(), None)
+        for layer in layers if done else ():
+            memory.finish_layer(layer, None, behind)
+        following = self._begin_next(run, done=done, under_way=ahead.last is not None)
+        early = following is None and run.left > 0 and not gates.is_stopped(step_id)
+        self._early_ends += (early - self._early_ends) * _OF_LATE
+        if following is None and ahead.last is not None:
+            memory.keep_from(ahead.last)
+        return self._finish(run, times, 1.0, following, done=done, behind=behind)
 
     def _compute(self, run: StepRun) -> bool:
         """Give all the stage's layers to the stream as one graph; return False if the step was aborted before."""

@@ -35,7 +35,7 @@ class LayerRun(RunMode):
         return StepRun(step, packed, masks, last_rows, self._stage.model.layer_begin, step.steps - 1)
 
     def advance(self, run: StepRun, tokens: list[int]) -> None:
-        if run.sampler is not None:  # the first rank's
+        if run.sampler is not None and run.ahead is None:  # the first rank's
             run.sampler.advance(tokens)
         run.packed = run.batch = run.packed.after(tokens)
         run.advance(self._stage.model.layer_begin)
@@ -169,7 +169,7 @@ class LayerRun(RunMode):
     def _embed(self, run: StepRun) -> None:
         run.hidden = self._stage.model.embed(run.batch.token_ids, run.batch.positions)
         encoder, begins = self._stage.model.pictures, run.left == run.step.steps - 1
-        if begins and any(part.media for part in run.step.sequences):
+        if begins and run.has_media:
             assert encoder is not None, "requests with pictures are refused elsewhere"
             encoder.place(run.hidden, self._with_rests(run.step)[0], run.batch)
             run.pictures = encoder.take_placed()

@@ -18,6 +18,7 @@ from moonpool.engine.models.batch import BatchLoras, PackedBatch
 from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import Links
+from moonpool.engine.platforms.base import DeviceEvent
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput
@@ -80,17 +81,28 @@ class RunMode(ABC):
     def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
         """Compute and report the run's step, or further steps; return the tokens of the next, or None: the run ends."""
 
-    def _begin_next(self, run: StepRun, *, done: bool) -> list[int] | None:
-        """Return the tokens for the run's next step, and begin the step's masks; None if the run is over."""
-        following = run.next_tokens() if done and not self._stage.kv_gates.is_stopped(run.step.step_id) else None
+    def _begin_next(self, run: StepRun, *, done: bool, under_way: bool = False) -> list[int] | None:
+        """Return the tokens for the run's next step, and begin the step's masks; None if the run is over.
+
+        `under_way`: the next step has begun, so that a run that is stopped ends with that step.
+        """
+        goes_on = done and (under_way or not self._stage.kv_gates.is_stopped(run.step.step_id))
+        following = run.next_tokens() if goes_on else None
         if following is not None and self._stage.masks is not None:
             run.pending_masks = self._stage.masks.advance(following)
         return following
 
     def _finish(
-        self, run: StepRun, times: StepStart, share: float, following: list[int] | None, *, done: bool
+        self,
+        run: StepRun,
+        times: StepStart,
+        share: float,
+        following: list[int] | None,
+        *,
+        done: bool,
+        behind: DeviceEvent | None = None,
     ) -> list[int] | None:
-        """Report the step; return `following`."""
+        """Report the step; return `following`. `behind`: as for `KVMemory.finish_step`."""
         if following is None:
             # Gates are done before the report: the receiver may open the next step's gates at once.
             self._stage.kv_gates.done(run.step.step_id)
@@ -99,7 +111,7 @@ class RunMode(ABC):
         if run.reported is not None:
             run.reported.wait()  # the report of the step comes after those of all layers
         report = partial(self._report, run, run.output, times, share, 0, aborted=not done, over=following is None)
-        self._stage.platform.memory.finish_step(report, aborted=not done)
+        self._stage.platform.memory.finish_step(report, aborted=not done, behind=behind)
         return following
 
     def _add_rope_positions(self, sequences: Sequence[SequenceStep], packed: PackedBatch) -> None:

@@ -5,7 +5,7 @@ change, so a decode step has almost nothing to do in Python.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from moonpool.engine.messages import StageDone
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.platforms.base import DeviceEvent
+from moonpool.engine.sampling.captured import PlainRows
 from moonpool.engine.step_sampler import StepOutput, StepSampler
+from moonpool.engine.steps_ahead import StepsAhead
 from moonpool.engine.structured_output import PendingMasks
 
 
@@ -46,6 +48,10 @@ class StepRun:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; empty before the embedding
     sampler: StepSampler | None = None
     """Set from the first sampling on."""
+    plain: PlainRows | None = None
+    """Set if captured work can choose the tokens of all steps."""
+    ahead: StepsAhead | None = None
+    """Gives the device the run's steps from now on; None: each step is given when the one before is read."""
     native: NativeLoop | None = None
     """Native loop for the run's steps from now on; None: Python runs them."""
     output: StepOutput = field(default_factory=StepOutput)
@@ -56,18 +62,19 @@ class StepRun:
     _unreported: list[StageDone] = field(default_factory=list)
     ends: frozenset[int] = field(init=False)
     """The sequences' end tokens."""
+    has_media: bool = field(init=False)
+    """Whether the first step computes tokens of pictures."""
 
     def __post_init__(self) -> None:
+        self.has_media = any(sequence.media for sequence in self.step.sequences)
         self.batch = self.packed
         self.ends = frozenset().union(*(sequence.end_token_ids for sequence in self.step.sequences))
 
     def next_tokens(self) -> list[int] | None:
         """Return the token that each sequence continues with; None if the run ends with this step."""
-        if not self.left or self.sampler is None:
+        if not self.left or not self.output.sampled or None in self.output.sampled:
             return None
-        tokens = [token for token in self.output.sampled if token is not None]
-        if len(tokens) < len(self.output.sampled):
-            return None
+        tokens = cast("list[int]", self.output.sampled)
         if not self.ends.isdisjoint(tokens):
             pairs = zip(self.step.sequences, tokens, strict=True)
             return None if any(token in sequence.end_token_ids for sequence, token in pairs) else tokens

@@ -32,6 +32,8 @@ LINGER_S = 2.0
 """Seconds for which a closing connection takes what the client still sends, unread, so that the client sees the
 response before the connection ends.
 """
+FIRST_REQUEST_S = 0.5
+"""Seconds for which a connection without a request stays once the server ends: its client could not know."""
 PROBE_S = (0.02, 0.1, 0.4)
 """Times at which a connection that sends no more is checked, in seconds after the end; later, each sweep checks the
 connection.
@@ -62,6 +64,7 @@ class HttpConnection(HttpToolsProtocol):
     _unparsed_bytes = 0
     _body_pieces = 0
     _more_than_head = False
+    _is_last = False
 
     @property
     def is_idle(self) -> bool:
@@ -158,6 +161,7 @@ class HttpConnection(HttpToolsProtocol):
             raise ValueError("a request has one Host")
         self._in_head = False
         super().on_headers_complete()
+        self.cycle.keep_alive &= not self._is_last
         self._asked_to_close = not self.cycle.keep_alive
         self.cycle.transport = ResponseTransport(self)  # type: ignore[assignment]
         cycle = weakref.ref(self.cycle)  # which has this scope
@@ -183,6 +187,18 @@ class HttpConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._between_requests():
             self._waits_since = self.loop.time()
+
+    def shutdown(self) -> None:
+        """The server ends: so does this connection, after the answer; a new connection's first request is answered."""
+        if self.cycle is None:
+            self._is_last = True
+            self.loop.call_later(FIRST_REQUEST_S, self._close_unless_asked)
+        else:
+            super().shutdown()
+
+    def _close_unless_asked(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
     def close_after_response(self) -> None:
         """Close the connection. A client that still sends first gets a while to see the response; no data is parsed."""

@@ -29,6 +29,10 @@ START_S, DRAIN_S = 300.0, 30.0
 PROMPTS = [f"{number} ships lie still, and every rope hangs down " * (2 + 3 * number) for number in range(STREAMS)]
 
 
+class Unanswered(Exception):
+    """The connection ended before a byte of the answer, as of a connection that came while its server ended."""
+
+
 def free_port() -> int:
     """A port that nobody uses now."""
     with socket.socket() as bound:
@@ -165,11 +169,11 @@ class Load:
             time.sleep(0.05)
 
     def _run(self, number: int) -> None:
-        """One thread's streams. A gateway that restarts refuses connections; nothing else may fail."""
+        """One thread's streams. A gateway that ends refuses connections or answers nothing; nothing else may fail."""
         while not self.over.is_set() and len(self.faults) < 5:
             try:
                 text = stream(self.url, PROMPTS[number])
-            except httpx2.ConnectError:
+            except (httpx2.ConnectError, Unanswered):
                 time.sleep(0.05)
                 continue
             except (httpx2.HTTPError, AssertionError) as error:
@@ -188,7 +192,11 @@ def stream(url: str, prompt: str) -> str:
     }  # fmt: skip
     text: str = ""
     usage: dict[str, int] = {}
-    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as response:
+    with contextlib.ExitStack() as stack:
+        try:
+            response = stack.enter_context(httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0))
+        except (httpx2.RemoteProtocolError, httpx2.ReadError) as error:
+            raise Unanswered from error
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):

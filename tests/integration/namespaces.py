@@ -73,6 +73,10 @@ class Network:
             _ip("-n", own, "link", "set", "eth0", "up")
             _ip("-n", own, "link", "set", "lo", "up")
 
+    def address(self, host: str) -> str:
+        """A host's address."""
+        return self._hosts[host]
+
     def at(self, host: str, command: Sequence[str]) -> list[str]:
         """The command that runs `command` at a host; it replaces itself, so that its process is the command's."""
         return ["ip", "netns", "exec", _namespace(host), "sh", "-c", _SEE, "sh", str(self._folder), *command]

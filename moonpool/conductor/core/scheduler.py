@@ -240,7 +240,10 @@ class RequestScheduler:
                 self._stop(now, request, failure)
             case Rehashed(tokens=tokens, keys=keys):
                 assert request.state is RequestState.REHASHING, "keys that were not asked for"
-                assert request.tokens == tokens, f"{tokens} tokens, not {request.tokens}"
+                assert request.tokens <= tokens, f"{tokens} tokens, less than {request.tokens}"
+                self._grow(
+                    now, request, tokens - request.tokens
+                )  # those of a sequence that ended before they were told
                 request.keys = keys
                 self._place(now, request)
 

@@ -66,14 +66,17 @@ class CpuKVMemory:
     def prepare_layer(self, layer: int) -> None:
         """The pool has the layer already."""
 
-    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+    def finish_layer(self, layer: int, then: OnDone | None, behind: DeviceEvent | None = None) -> None:
         if self._finished and self._stores:
             self._part.seal((layer, block, valid_tokens) for block, valid_tokens in self._finished)
         if then is not None:
             then()
 
-    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
+    def finish_step(self, then: OnDone, *, aborted: bool, behind: DeviceEvent | None = None) -> None:
         then()
+
+    def keep_from(self, event: DeviceEvent) -> None:
+        """All work is done already."""
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """The pool has the KV already."""

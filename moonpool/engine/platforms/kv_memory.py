@@ -75,14 +75,23 @@ class KVMemory(Protocol):
     def prepare_layer(self, layer: int) -> None:
         """Make this layer of the step's prefixes available to work given to the compute stream from now on."""
 
-    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+    def finish_layer(self, layer: int, then: OnDone | None, behind: DeviceEvent | None = None) -> None:
         """Store the layer's finished blocks in the pool, once the compute stream is done, then call `then`.
 
-        `then` may be called by another thread.
+        `then` may be called by another thread. `behind`: the event behind the layer; None: all work so far.
         """
 
-    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
-        """End the step, which the compute stream has done. Call `then` once the step's blocks are unused."""
+    def finish_step(self, then: OnDone, *, aborted: bool, behind: DeviceEvent | None = None) -> None:
+        """End the step, which the compute stream has done. Call `then` once the step's blocks are unused.
+
+        `behind`: as for `finish_layer`.
+        """
+
+    def keep_from(self, event: DeviceEvent) -> None:
+        """Bring no KV that lands from now on before the compute stream has come to `event`.
+
+        Until then a step that is thrown away writes to blocks that may be given to others.
+        """
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """Store blocks in the pool, part-filled ones too, then call `then`. Between two steps."""
@@ -278,6 +287,10 @@ class KVLoads:
             batch.given = self._thread.send(partial(self._give, batch))
         self._thread.send(self._settle)
 
+    def keep_from(self, event: DeviceEvent) -> None:
+        """See `KVMemory.keep_from`."""
+        self._thread.send(partial(self._stream.wait_event, event))
+
     def load(self, then: OnDone | None) -> None:
         self.bring()
         if then is not None:
@@ -397,24 +410,27 @@ class TieredKVMemory:
         if self._awaited is not None:
             self._await(layer - self._part.layer_begin)
 
-    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+    def finish_layer(self, layer: int, then: OnDone | None, behind: DeviceEvent | None = None) -> None:
         """See `KVMemory.finish_layer`. Without `then` slices leave when there is a batch, or with the step's end."""
         self._leaving.append(layer)
         if then is None and len(self._leaving) * len(self._finished) < self._batch_slices:
             return
-        self._store(self._finished)
+        self._store(self._finished, behind)
         if then is not None:
             self._callbacks.send(self._device.compute.record().wait)  # there may be no block to store
             self._callbacks.send(then)
 
-    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
+    def finish_step(self, then: OnDone, *, aborted: bool, behind: DeviceEvent | None = None) -> None:
         self._unstored.update(self._written)
         if aborted:
             self._leaving.clear()
         else:
-            self._store(self._finished)
+            self._store(self._finished, behind)
             self._unstored.difference_update(block for block, _ in self._finished)
         self._callbacks.send(then)
+
+    def keep_from(self, event: DeviceEvent) -> None:
+        self._loads.keep_from(event)
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """See `KVMemory.fetch`. A part-filled block gets no hash: such a block is never sent."""
@@ -449,15 +465,18 @@ class TieredKVMemory:
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
         self._device.compute.run(partial(self._device_slices.copy_blocks, sources, targets))
 
-    def _store(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Store blocks, rising, for the leaving layers, as one batch, with a hash if they have valid tokens."""
+    def _store(self, blocks: Sequence[tuple[int, int]], behind: DeviceEvent | None = None) -> None:
+        """Store blocks, rising, for the leaving layers, as one batch, with a hash if they have valid tokens.
+
+        `behind`: the event behind what wrote them; None: all work so far.
+        """
         layers, self._leaving = self._leaving, []
         leaving = [(layer, *block) for layer in layers for block in blocks]
         if not leaving:
             return
         stream, first, per_layer = self._device.store_stream, self._part.layer_begin, self._part.blocks
         slices = torch.tensor([(layer - first) * per_layer + block for layer, block, _ in leaving])
-        stream.wait_event(self._device.compute.record())
+        stream.wait_event(behind or self._device.compute.record())
         stream.run(partial(self._copy_home, slices))
         self._callbacks.send(partial(self._seal, stream.record(), leaving))
 

@@ -17,14 +17,19 @@ import struct
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.filters import FILTERS
 from moonpool.engine.sampling.ops import RUN, running_sums, runs_of, triton_sampling
 
+LEAST_TEMPERATURE = 1e-5
+"""Lower temperatures are greedy: dividing by them would overflow."""
 _LOG2_E = 1.4426950408889634
 _LEAST_POWER = -126.0
 """Of two: what is less is 0."""
@@ -51,6 +56,30 @@ def uniform(seed: int, position: int) -> float:
     return (number >> 11) * 2.0**-53
 
 
+class DrawNumbers:
+    """The numbers of some draws (`uniform`), for one output position after the other.
+
+    Args:
+        seeds: each draw's.
+        positions: each draw's first output position.
+    """
+
+    def __init__(self, seeds: Sequence[int], positions: Sequence[int]) -> None:
+        self._seeds, self._positions = np.array(seeds, np.uint64), np.array(positions, np.uint64)
+        self._native = library.get()
+
+    def at(self, later: int) -> NDArray[np.float64]:
+        """Return each draw's number, `later` positions after the first."""
+        numbers = np.empty(len(self._seeds))
+        if self._native is None:
+            seeds, positions = self._seeds.tolist(), self._positions.tolist()
+            numbers[:] = [uniform(seed, at + later) for seed, at in zip(seeds, positions, strict=True)]
+        else:
+            addresses = self._seeds.ctypes.data, self._positions.ctypes.data
+            self._native.uniform(*addresses, later, len(numbers), numbers.ctypes.data)
+        return numbers
+
+
 class RandomSampler:
     """Draws tokens for some rows. The tensors lie on the logits' device from the first step on.
 
@@ -64,21 +93,20 @@ class RandomSampler:
     def __init__(
         self, params: Sequence[SamplingParams], sizes: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        self._device = device
         self._scales = send_to_device(torch.tensor([scale_of(wanted) for wanted in params]), device)
         self._rows = send_to_device(torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)), device)
         filters = (kind.of(params, vocab, device) for kind in FILTERS)
         self._filters = [kept for kept in filters if kept is not None]
 
-    def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
+    def __call__(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Return each draw's token, int64 [D], from `logits` [R, vocab] float32; each row's highest is finite.
 
-        `numbers`: a number in [0, 1) for each draw, row after row.
+        `numbers` [D] float64: a number in [0, 1) for each draw, row after row.
         """
         weights = weights_of(logits, self._scales)
         for keep in self._filters:
             keep(logits, weights)
-        return pick(weights, self._rows, send_to_device(torch.tensor(numbers, dtype=torch.float64), self._device))
+        return pick(weights, self._rows, numbers)
 
 
 def scale_of(params: SamplingParams) -> float:

@@ -26,11 +26,9 @@ from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.native import library
 from moonpool.engine.sampling.base import RowChoices, RowSampler, TokenMask
 from moonpool.engine.sampling.native_sampler import NativeRows
-from moonpool.engine.sampling.random_sampler import scale_of
+from moonpool.engine.sampling.random_sampler import LEAST_TEMPERATURE, scale_of
 from moonpool.engine.sampling.torch_sampler import TorchRows
 
-# Temperatures below this are greedy: dividing by them would overflow.
-_GREEDY_BELOW = 1e-5
 NOTHING_LEFT = "no token is left to choose: each is banned, or does not fit the format"
 NOT_FINITE = "the model computed logits that are not finite"
 
@@ -61,10 +59,10 @@ class Sampler:
         self._rows: RowSampler | None = None
         native = library.get() if specs and choose("sampling", device, torch.float32) == "native" else None
         if native is not None:
-            scales = [scale_of(spec.params) if spec.params.temperature >= _GREEDY_BELOW else -1.0 for spec in specs]
+            scales = [scale_of(spec.params) if spec.params.temperature >= LEAST_TEMPERATURE else -1.0 for spec in specs]
             self._rows = NativeRows(native, vocab, specs, scales, steps)
         elif specs:
-            drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_BELOW]
+            drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= LEAST_TEMPERATURE]
             self._rows = TorchRows(specs, drawn, vocab, device)
 
     @property

@@ -6,11 +6,11 @@ Shapes follow from what is asked for, never from what is found.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.base import RowChoices, TokenMask
 from moonpool.engine.sampling.logprobs import DeviceLogprobs, gather_logprobs
 from moonpool.engine.sampling.processors import LogitsPipeline
-from moonpool.engine.sampling.random_sampler import RandomSampler, uniform
+from moonpool.engine.sampling.random_sampler import DrawNumbers, RandomSampler
 
 
 @dataclass(slots=True)
@@ -69,11 +69,9 @@ class TorchRows:
         self._sizes = [spec.samples for spec in specs]
         self._all = _RowPart(range(len(specs)), self._sizes, device)
         self._processors = LogitsPipeline(specs, vocab, device)
-        self._seeds = [
-            (stream_seed(specs[row].seed, index), specs[row].position)
-            for row in drawn
-            for index in range(self._sizes[row])
-        ]
+        each = [(specs[row], index) for row in drawn for index in range(self._sizes[row])]
+        seeds = [stream_seed(spec.seed, index) for spec, index in each]
+        self._numbers = DrawNumbers(seeds, [spec.position for spec, _ in each])
         self._drawn = _RowPart(drawn, self._sizes, device) if drawn else None
         params = [specs[row].params for row in drawn]
         self._random = RandomSampler(params, [self._sizes[row] for row in drawn], vocab, device) if drawn else None
@@ -93,10 +91,10 @@ class TorchRows:
         """Have tokens chosen for each row in `logits` [R, vocab] float32, which are overwritten."""
         untouched = None if self._scored is None else logits[self._scored.rows]
         self._processors(logits, masks)
-        highest, greedy = _highest(logits)
+        highest, greedy = highest_of(logits)
         tokens = greedy[self._all.row_of_draw]
         if self._drawn is not None and self._random is not None:
-            numbers = [uniform(seed, position + self._steps) for seed, position in self._seeds]
+            numbers = send_to_device(torch.from_numpy(self._numbers.at(self._steps)), logits.device)
             hot, peaks = logits, highest
             if not self._drawn.whole:
                 hot, peaks = logits[self._drawn.rows], highest[self._drawn.rows]
@@ -109,9 +107,10 @@ class TorchRows:
         return PendingChoices(tokens, highest, logprobs)
 
     def read(self, pending: PendingChoices) -> RowChoices:
-        """Wait for what was chosen."""
-        drawn, highest = pending.tokens.tolist(), pending.highest.tolist()
-        failed = {row: value == -math.inf for row, value in enumerate(highest) if not math.isfinite(value)}
+        """Wait for what was chosen, once."""
+        found = torch.cat((pending.tokens.int(), pending.highest.view(torch.int32))).cpu().numpy()
+        drawn, highest = found[: len(pending.tokens)].tolist(), found[len(pending.tokens) :].view(np.float32)
+        failed = {row: bool(highest[row] == -np.inf) for row in np.flatnonzero(~np.isfinite(highest)).tolist()}
         ends = accumulate(self._sizes)
         tokens = [
             [] if row in failed else drawn[end - size : end]
@@ -126,7 +125,7 @@ class TorchRows:
         return {row: tokens for row, tokens in zip(self._counts, found, strict=True) if row not in failed}
 
 
-def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def highest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return every row's highest logit, and the logit's index: the lowest among equals.
 
     Torch's `argmax` is an order of magnitude slower than `amax`: the maximum in each run of 128 is found first.

@@ -115,7 +115,7 @@ async def test_a_request_whose_client_leaves_is_told() -> None:
 async def test_a_request_whose_time_runs_out_is_told() -> None:
     async with stack(prefill(before=[asyncio.Event()]), decode()) as s, asyncio.timeout(WAIT_S):
         with pytest.raises(DeadlineExceeded, match="waited for the first token from prefill-0"):
-            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=0.5)
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=2.0)
         await s.rest()
         found = await s.client.explain("r")
         assert "waited for the first token from prefill-0" in found.failed

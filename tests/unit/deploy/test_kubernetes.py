@@ -1,81 +1,27 @@
 """The manifests of deploy/kubernetes start services with settings that exist, at ports and paths that answer."""
 
-import functools
 import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-import yaml
 
 from moonpool.base.config import SERVICE_MODULES, ServiceConfig, config_class, parse_address
 from moonpool.base.rpc.roles import CLIENTS, ROLE_URI
-from tests.unit.deploy.compose import ROOT
+from tests.unit.deploy.manifests import (
+    OVERLAYS,
+    POD,
+    Manifest,
+    containers,
+    environment,
+    expanded,
+    manifests,
+    pods,
+    templates,
+)
 from tools.gen_metrics import PAGE
 
-FOLDER = ROOT / "deploy/kubernetes"
-OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
-POD = {"metadata.name": "moonpool-x-0", "status.podIP": "10.0.0.7"}
 METRICS_PATHS = ("/livez", "/readyz")
-Manifest = dict[str, Any]
-
-
-@functools.cache
-def manifests(overlay: str) -> tuple[Manifest, ...]:
-    """All objects of an overlay, as kubectl would apply them."""
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("kubectl is not installed")
-    command = [kubectl, "kustomize", str(FOLDER / "overlays" / overlay)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    return tuple(yaml.safe_load_all(found.stdout))
-
-
-def templates(manifest: Manifest) -> Iterator[Manifest]:
-    """The pod templates of an object."""
-    match manifest["kind"]:
-        case "Deployment" | "StatefulSet":
-            yield manifest["spec"]["template"]
-        case "DisaggregatedSet":
-            for role in manifest["spec"]["roles"]:
-                yield role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-        case "LeaderWorkerSet":
-            group = manifest["spec"]["leaderWorkerTemplate"]
-            yield from (group["leaderTemplate"], group["workerTemplate"])
-
-
-def pods(overlay: str) -> list[Manifest]:
-    """All pod templates of an overlay."""
-    return [template for manifest in manifests(overlay) for template in templates(manifest)]
-
-
-def containers(overlay: str) -> list[tuple[Manifest, Manifest]]:
-    """Each container of Moonpool's images, with the pod."""
-    found = [(pod, container) for pod in pods(overlay) for container in pod["spec"]["containers"]]
-    return [(pod, container) for pod, container in found if container["image"].startswith("moonpool-")]
-
-
-def environment(overlay: str, container: Manifest) -> dict[str, str]:
-    """The variables that a container would have."""
-    maps = {item["metadata"]["name"]: item["data"] for item in manifests(overlay) if item["kind"] == "ConfigMap"}
-    found: dict[str, str] = {}
-    for source in container.get("envFrom", ()):
-        found |= maps[source["configMapRef"]["name"]]
-    for variable in container.get("env", ()):
-        origin = variable.get("valueFrom", {})
-        value = POD[origin["fieldRef"]["fieldPath"]] if "fieldRef" in origin else variable["value"]
-        found[variable["name"]] = expanded(value, found)
-    return found
-
-
-def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """The text with `$(NAME)` replaced, as Kubernetes does."""
-    return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)
 
 
 def settings(overlay: str, container: Manifest) -> ServiceConfig:
@@ -228,10 +174,24 @@ def test_every_command_is_a_service() -> None:
 
 
 def test_scalers_ask_for_series_that_exist_and_scale_what_runs() -> None:
-    names = {item["metadata"]["name"] for item in manifests("autoscaled") if item["kind"] == "Deployment"}
-    scaled = [item["spec"] for item in manifests("autoscaled") if item["kind"] == "ScaledObject"]
-    assert {spec["scaleTargetRef"]["name"] for spec in scaled} == {"moonpool-prefill", "moonpool-decode"} <= names
-    for spec in scaled:
-        (trigger,) = spec["triggers"]
-        (series,) = re.findall(r"moonpool_\w+", trigger["metadata"]["query"])
-        assert f"`{series}`" in PAGE.read_text()
+    for overlay in ("autoscaled", "autoscaled-plain"):
+        scaled = [item["spec"] for item in manifests(overlay) if item["kind"] == "ScaledObject"]
+        found = {(spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"]) for spec in scaled}
+        assert len(scaled) == len(found) == 2
+        assert found <= scalable(overlay)
+        for spec in scaled:
+            (trigger,) = spec["triggers"]
+            (series,) = re.findall(r"moonpool_\w+", trigger["metadata"]["query"])
+            assert f"`{series}`" in PAGE.read_text()
+
+
+def scalable(overlay: str) -> set[tuple[str, str]]:
+    """What takes a number of replicas from outside: Deployments, and scalers of roles whose scaling is external."""
+    items = manifests(overlay)
+    found = {("Deployment", item["metadata"]["name"]) for item in items if item["kind"] == "Deployment"}
+    for item in items:
+        for role in item["spec"]["roles"] if item["kind"] == "DisaggregatedSet" else ():
+            if role.get("scaling") == {"mode": "External"}:
+                assert "replicas" not in role["spec"], "the controller takes no replicas beside those of the scaler"
+                found.add(("DisaggregatedSetRoleScaler", f"{item['metadata']['name']}-{role['name']}"))
+    return found

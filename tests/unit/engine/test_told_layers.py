@@ -16,6 +16,7 @@ from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent, StageTokens
+from moonpool.engine.platforms.base import DeviceEvent
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.engine.platforms.kv_memory import OnDone
 from tests.layouts import one_tensor
@@ -181,10 +182,10 @@ class Broken(CpuKVMemory):
 
     ERROR = OSError("no")
 
-    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+    def finish_layer(self, layer: int, then: OnDone | None, behind: DeviceEvent | None = None) -> None:
         if layer == 1:
             raise self.ERROR
-        super().finish_layer(layer, then)
+        super().finish_layer(layer, then, behind)
 
 
 def test_a_layer_that_cannot_be_sealed_fails_the_step(checkpoint: Path) -> None:

@@ -159,6 +159,22 @@ async def test_drain_lets_answers_end() -> None:
         await asyncio.open_connection("127.0.0.1", port)
 
 
+async def test_the_first_request_of_a_connection_is_answered_though_the_server_ends() -> None:
+    async with serving() as (server, port):
+        (asks, answered), (silent, never) = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        assert await ask(port, CLOSING)  # accepted after both
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        answered.write(CHAT)
+        head = await asks.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"connection: close" in head
+        assert await asks.read()
+        assert await silent.read() == b""
+        answered.close()
+        never.close()
+
+
 @pytest.mark.parametrize(("listen", "warned"), [("127.0.0.1:0", 0), ("0.0.0.0:0", 1)])
 async def test_plaintext_that_others_reach_is_told(listen: str, warned: int, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(listen=listen, advertise="localhost"):

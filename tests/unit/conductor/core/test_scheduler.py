@@ -292,16 +292,18 @@ def test_an_invalid_request_is_not_tried_again() -> None:
     assert end.failure.field == "prompt"
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "after the attempt's end"])
-def test_tokens_count_once_whenever_their_attempt_ends(late: bool) -> None:
+@pytest.mark.parametrize("told", ["in time", "after the attempt's end", "with the new keys alone"])
+def test_tokens_count_once_whenever_their_attempt_ends(told: str) -> None:
     world = World()
     number, _, start = world.decoding(answer=8)
-    if not late:
+    if told == "in time":
         world.more(start, 2)
     world.leave("decode-0")
-    if late:
+    if told == "after the attempt's end":
         world.more(start, 2)
     world.end(start)
+    if told == "with the new keys alone":
+        world.tokens[number] += 2
     world.rehash(number)
     world.promise(world.one(CallReserve))
     assert world.one(CallPrefill).plan.demand.prompt_tokens == 40 + 3

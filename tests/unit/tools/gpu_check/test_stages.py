@@ -153,12 +153,12 @@ def test_graphs_that_are_slower_or_fail_are_noticed(staged: Where, monkeypatch: 
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(DecodeGraphs, "run", broken)
+    monkeypatch.setattr(DecodeGraphs, "go_on", broken)
     assert "no kernel image" in error_of(decode_steps.check, staged)
 
 
 def test_graphs_that_no_step_takes_are_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecodeGraphs, "shape", lambda self, step, batch: None)
+    monkeypatch.setattr(DecodeGraphs, "shape", lambda self, step, batch, later: None)
     assert "graph: 0 of" in error_of(decode_steps.check, staged)
 
 
