@@ -63,8 +63,8 @@ def test_norms_of_heads_among_others(
     expected = torch.empty((4, heads, size), dtype=dtype)
     reference.norm(stored[:, 1:-1], None, weight, bias, 1e-5, expected, centred=centred, wide=wide)
     out = torch.full((4, heads + 1, size), 7.0, dtype=dtype, device=DEVICE)
-    theirs = [None if part is None else part.to(DEVICE) for part in (weight, bias)]
-    ops.norm(stored.to(DEVICE)[:, 1:-1], None, *theirs, 1e-5, out[:, 1:], centred=centred, wide=wide)
+    scale, shift = (None if part is None else part.to(DEVICE) for part in (weight, bias))
+    ops.norm(stored.to(DEVICE)[:, 1:-1], None, scale, shift, 1e-5, out[:, 1:], centred=centred, wide=wide)
     close(out[:, 1:], expected)
     assert bool((out[:, 0] == 7).all())
 
