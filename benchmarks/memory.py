@@ -3,10 +3,16 @@
 One engine process for each kind of model: dense, packed codes of a GGUF file (SmolLM2, if it was fetched), experts,
 layers with a recurrent state. Resident memory is read when the engine is ready, after the largest steps (chunks, and a
 full batch), and at its peak while loading. Predictions are those of `moonpool model inspect`.
+
+Then whole stacks, as `moonpool serve` starts them with one engine and with two, after some answers: what all processes
+hold (PSS, so that shared pages count once), less KV and other shared memory, with a model and with the same model of
+one layer. For each byte by which the file is larger, 1.15 are wanted; the rest is the program. Two engines hold the
+weights once if the cache folder gives large pages.
 """
 
 import argparse
 import asyncio
+import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame import Absent, Progress, Row, bounded, run
+from benchmarks.one_engine import ask_all, fresh_prompts, stack
 from moonpool.base.checkpoint import held_quantization, inspect_checkpoint, kv_layout, resolve_dtype
 from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 from moonpool.base.fork_server import execute
@@ -50,6 +57,11 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }  # fmt: skip
 PACKED = "packed, GGUF"
+STACKS: Mapping[str, str] = {"stack, SmolLM2's shape": "smollm2-135m", "stack, Qwen3-0.6B's shape": "qwen3-0.6b"}
+OF_FILE = 1.15
+"""Memory for each byte of a file, wanted at most."""
+ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 128, 48
+"""What a stack has answered when its memory is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,8 @@ def told(path: Path) -> tuple[MemoryEstimate, EngineSpec]:
     quantization = held_quantization(path, found.config, "auto")
     spec = EngineSpec(
         str(path), dtype, layout, blocks,
-        max_num_batched_tokens=CHUNK, threads=2, quantization=quantization, max_tokens=LONGEST, measure=False,
+        max_num_batched_tokens=CHUNK, threads=2, quantization=quantization, int8_head=True,
+        max_tokens=LONGEST, measure=False,
     )  # fmt: skip
     return estimated_memory(found, spec), spec
 
@@ -117,6 +130,40 @@ def rows(name: str, path: Path, progress: Progress) -> Iterator[Row]:
     )
 
 
+def stack_bytes(path: Path, engines: str, progress: Progress) -> int:
+    """All processes' memory without KV after a few answers."""
+    with stack(path, engines, ()) as started:
+        prompts = fresh_prompts(random.Random(1), PROMPT_TOKENS, 1, ANSWERS)
+        asyncio.run(ask_all(started.address, prompts, ANSWER_TOKENS))
+        kinds = {kind: started.pss_bytes(f"Pss_{kind}") for kind in ("Anon", "File", "Shmem")}
+        told = ", ".join(f"{kind} {held >> 20} MiB" for kind, held in kinds.items())
+        progress(f"--engines {engines}, weights of {weights_bytes(path) >> 20} MiB: {told}")
+        return kinds["Anon"] + kinds["File"]
+
+
+def weights_bytes(path: Path) -> int:
+    """The bytes of a folder's weights."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def stack_rows(name: str, shape: str, progress: Progress) -> Iterator[Row]:
+    """Memory of stacks for each byte by which a file is larger."""
+    held: dict[tuple[str, str], int] = {}
+    with tempfile.TemporaryDirectory(prefix="moonpool-memory-") as folder:
+        paths = {
+            which: create(shape, Path(folder) / which, dtype="bfloat16", overrides=overrides)
+            for which, overrides in (("whole", {}), ("one layer", {"num_hidden_layers": 1}))
+        }
+        grown = weights_bytes(paths["whole"]) - weights_bytes(paths["one layer"])
+        for which, path in paths.items():
+            for engines in ("one", "split"):
+                held[which, engines] = stack_bytes(path, engines, progress)
+    one, two = (held["whole", engines] - held["one layer", engines] for engines in ("one", "split"))
+    wanted = "wanted at most"
+    yield bounded(f"{name}, one engine, for each byte of the file", "B", [one / grown], wanted, OF_FILE)
+    yield bounded(f"{name}, two engines, for each byte of the file", "B", [two / grown], wanted, OF_FILE)
+
+
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
     found: list[Row | Absent] = []
@@ -133,6 +180,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
         with tempfile.TemporaryDirectory(prefix="moonpool-memory-") as folder:
             path = create(shape, Path(folder) / "model", dtype="bfloat16", overrides=overrides)
             found += rows(name, path, progress)
+    for name, shape in STACKS.items():
+        if options.only in name:
+            found += stack_rows(name, shape, progress)
     return found
 
 

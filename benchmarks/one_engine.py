@@ -96,8 +96,14 @@ class Stack:
                 ticks += sum(int(field) for field in fields[11:15])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def pss_bytes(self, *, serving: bool = False) -> int:
-        """Memory of all processes; what several of them share counts once. `serving`: of conductor and engines only."""
+    def pss_bytes(self, *kinds: str, serving: bool = False) -> int:
+        """Memory of all processes; what several of them share counts once.
+
+        Args:
+            kinds: kinds of pages that count, by Linux's names; all if none is named.
+            serving: of conductor and engines only.
+        """
+        counted = tuple(f"{kind}:" for kind in kinds or ("Pss",))
         total = 0
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -105,7 +111,7 @@ class Stack:
                 if serving and not any(word in command for word in SERVING):
                     continue
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-                total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10
+                total += sum(int(line.split()[1]) for line in lines if line.startswith(counted)) << 10
         return total
 
     def stop(self) -> None:

@@ -104,7 +104,14 @@ def _engine(fields: Mapping[str, Any], quantization: Quantization) -> MemoryEsti
         layout = kv_layout(found.config, found.dtype, DEFAULT_BLOCK_SIZE)
         blocks, longest = layout.blocks_for(CONTEXT), found.config.max_position_embeddings
         spec = EngineSpec(
-            name, found.dtype, layout, blocks, quantization=quantization, threads=THREADS, max_tokens=longest
+            name,
+            found.dtype,
+            layout,
+            blocks,
+            quantization=quantization,
+            threads=THREADS,
+            int8_head=True,
+            max_tokens=longest,
         )
         return estimated_memory(found, spec)
 

@@ -190,6 +190,7 @@ def engine_memory(plan: StackPlan) -> EngineMemory | None:
             plan.model, found.dtype, layout, blocks,
             quantization=quantization, threads=plan.threads, max_loras=most_loras, max_lora_rank=rank,
             max_tokens=found.config.max_position_embeddings,
+            int8_head=_on_host(plan, "decode") and setting_of(plan, "decode", "int8_head", "auto") == "auto",
         )  # fmt: skip
         return EngineMemory(estimated_memory(found, spec), blocks * plan.block_size, found.computed)
     return None

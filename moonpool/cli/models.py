@@ -216,7 +216,9 @@ def run_inspect(
     layout = kv_layout(found.config, found.dtype, found.block_size)
     blocks = layout.blocks_for(found.context_tokens)
     longest = found.config.max_position_embeddings
-    spec = EngineSpec(str(path), found.dtype, layout, blocks, quantization=quantization, max_tokens=longest)
+    spec = EngineSpec(
+        str(path), found.dtype, layout, blocks, quantization=quantization, int8_head=True, max_tokens=longest
+    )
     engine = estimated_memory(found, spec)
     if memory_bytes is not None:
         room = max(0, memory_bytes - (engine.beside_kv - found.weight_bytes))

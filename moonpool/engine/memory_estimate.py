@@ -15,6 +15,8 @@ PROGRAM_BYTES = 280 << 20
 """Python, torch and native kernels, once they have been used: 250 MiB after imports, 30 more by loading."""
 ENCODER_CODE_BYTES = 200 << 20
 """transformers, which has the encoders of pictures."""
+_BOUND_BYTES = 12
+"""Of each output of a head in bytes: what bounds its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class MemoryEstimate:
     """At most, for the largest step."""
     loras: int = 0
     """As many and as large LoRA adapters as may be loaded."""
+    head: int = 0
+    """The output head as bytes, with which answers are computed on a CPU that multiplies bytes."""
     pictures: int = 0
     """The encoder of pictures with its code, and the encoded pictures that are kept."""
     reading: int = 0
@@ -39,12 +43,12 @@ class MemoryEstimate:
     @property
     def beside_kv(self) -> int:
         """All but the KV pool."""
-        return self.program + self.tokenizer + self.weights + self.work + self.loras + self.pictures
+        return self.idle - self.kv + self.work
 
     @property
     def idle(self) -> int:
         """What is held between steps."""
-        return self.program + self.tokenizer + self.weights + self.kv + self.loras + self.pictures
+        return self.program + self.tokenizer + self.weights + self.head + self.kv + self.loras + self.pictures
 
     @property
     def all(self) -> int:
@@ -54,7 +58,7 @@ class MemoryEstimate:
     @property
     def loading(self) -> int:
         """What is held at most while loading."""
-        return self.program + self.weights + max(self.reading, self.tokenizer)
+        return self.program + self.weights + max(self.reading, self.head + self.tokenizer)
 
     def fits(self, free: int | None, engines: int = 1, *, shared: bool = False) -> bool:
         """Tell whether so many engines find room between steps in `free` bytes; None = any number of bytes.
@@ -82,6 +86,7 @@ def estimated_memory(found: CheckpointReport, engine: EngineSpec) -> MemoryEstim
         engine.layout.pool_bytes(engine.blocks, engine.slots),
         work,
         lora_bytes(model, engine, 0, model.num_layers),
+        model.vocab_size * (model.hidden_size + _BOUND_BYTES) if engine.int8_head and model.generates else 0,
         found.picture_bytes + ROWS_BYTES + ENCODER_CODE_BYTES if found.picture_bytes else 0,
         found.reading_bytes,
     )

@@ -1,5 +1,6 @@
 """The bound of an engine's memory: told when it is ready, kept by the largest steps."""
 
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,6 +23,7 @@ from moonpool.engine.footprint import (
     resident_bytes,
     work_bytes,
 )
+from moonpool.engine.kernels.native import library
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, Footprint
 from moonpool.engine.platforms.cuda import check_free_memory
@@ -79,6 +81,30 @@ async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str,
     assert sizes[2] <= sizes[1] + (4 << 20) < footprint.bound
     assert footprint.pool == 40 * layout.block_bytes
     assert footprint.formats == grammar_bytes(config) > GRAMMAR_BYTES
+
+
+def mapped_weights(pid: int) -> set[tuple[str, ...]]:
+    """Device, inode and name of the files with weights that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {tuple(line.split()[3:]) for line in lines if line.endswith(".weights")}
+
+
+async def test_engines_of_a_host_map_the_same_pages(checkpoint: Path, tmp_path: Path) -> None:
+    """Weights of two engines are pages of one file; an engine with a head in bytes has a second file for them."""
+    if library.get() is None:
+        pytest.skip("there are no native kernels here, which take mapped weights")
+    plain = spec(checkpoint, weights_file=str(tmp_path / "weights" / "a"))
+    async with AsyncExitStack() as stack:
+        mapped = []
+        for each in (plain, plain, replace(plain, int8_head=True)):
+            engine = await stack.enter_async_context(start_processes(each, start_timeout_s=90))
+            assert isinstance(engine, ProcessEngine)
+            mapped.append(mapped_weights(engine.pids[0]))
+    assert len(mapped[0]) == 1
+    assert mapped[0] == mapped[1] <= mapped[2]
+    held = estimated_memory(inspect_checkpoint(checkpoint, "float32"), plain)
+    assert held.fits(2 * held.idle - held.weights, 2, shared=True)
+    assert not held.fits(2 * held.idle - held.weights, 2)
 
 
 def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
