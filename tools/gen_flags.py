@@ -36,7 +36,7 @@ engine:
 def page() -> str:
     """The text of docs/flags.md."""
     parts = [HEAD, "\n## Every service\n\n", _table(ServiceConfig, {})]
-    for kind in (*SERVICES, "adapter", "indexer"):
+    for kind in (*SERVICES, "stage", "adapter", "indexer"):
         parts += [f"\n## {kind}\n\n", _table(config_class(kind), ServiceConfig.model_fields)]
     parts += ["\n## Former names\n\n| former | now |\n|---|---|\n"]
     parts += [f"| `{old}` | {' or '.join(f'`{name}`' for name in now)} |\n" for old, now in RENAMED.items()]

@@ -40,6 +40,7 @@ BEFORE = (
     "keys list",
     "demo bundled",
     "run bundled 'def main(' --max-tokens 24",
+    "stage --model bundled --leader a:0 --node-rank 1",
     "certs create certs",
     "certs renew certs --within-days 365",
     "calibrate --model bundled --out mine.yaml --repeats 1",

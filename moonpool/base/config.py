@@ -234,6 +234,7 @@ SERVICE_MODULES = {
     "conductor": "moonpool.conductor",
     "prefill": "moonpool.engine.prefill",
     "decode": "moonpool.engine.decode",
+    "stage": "moonpool.engine.remote",
     "kvstore": "moonpool.kvstore",
     "gateway": "moonpool.gateway",
     "adapter": "moonpool.interop.adapter",

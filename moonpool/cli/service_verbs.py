@@ -1,4 +1,4 @@
-"""The verbs that run a single service: conductor, prefill, decode, gateway, adapter, indexer, kvstore."""
+"""The verbs that run a single service: conductor, prefill, decode, stage, gateway, adapter, indexer, kvstore."""
 
 import importlib
 import importlib.metadata
@@ -31,6 +31,14 @@ def _add_service_verb(kind: str, summary: str) -> None:
 _add_service_verb("conductor", "Run one conductor.")
 _add_service_verb("prefill", "Run one prefill instance.")
 _add_service_verb("decode", "Run one decode instance.")
+
+
+@app.command("stage", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
+def stage_(context: typer.Context) -> None:
+    """Run one pipeline stage of a prefill instance on another host."""
+    raise typer.Exit(importlib.import_module("moonpool.engine.remote.__main__").main(context.args))
+
+
 _add_service_verb(
     "gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropic, Kimi's context caching, a page."
 )

@@ -250,7 +250,8 @@ class StageSpec:
     layer_begin: int
     layer_end: int
     rendezvous: str
-    """Private folder in which the stages' processes of this rank find each other; empty when there is one stage."""
+    """Private folder in which the stages' processes of this rank find each other; empty when there is one stage, or if
+    stages are on several hosts: then hidden states go through the I/O process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +376,20 @@ class WorkerReady:
     """Which quantised weights are not held as the checkpoint has them, for people; "" if all are."""
     mapped_bytes: int = 0
     """Of weights in a file that is mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """A step's hidden states on the way to the next stage, through the I/O process: where stages are on several hosts.
+
+    A stage sends one for each step, so that the next stage never waits for what will not come.
+    """
+
+    step_id: int
+    rows: int
+    """-1: the step was aborted, and there are no `data`."""
+    data: bytes
+    """[rows, hidden size] in the engine's `dtype`."""
 
 
 StageEvent = LayerDone | StageTokens | StageDone | BlocksFetched | KVLoaded | LoraAnswer

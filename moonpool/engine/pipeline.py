@@ -1,4 +1,4 @@
-"""The links between stages on one host: hidden states go as a status word, then the tensor.
+"""The links between stages. On one host hidden states go as a status word, then the tensor.
 
 The status word makes an aborted step coherent: whatever happens to a step on one stage, the next stage receives exactly
 one status word for the step, and a tensor only if the word says so. So no stage ever waits for a tensor that will not
@@ -7,12 +7,15 @@ over gloo, from the host. NCCL, between two GPUs, never ran.
 
 A lost neighbour is noticed by the next status word. Between the word and the tensor NCCL notices nothing, and the
 compute stream stands still: then the I/O process, whose channel to the lost stage has closed, ends this stage.
+
+Between hosts, hidden states go through the I/O process (`ChannelLinks`).
 """
 
 import contextlib
 import datetime
+import queue
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonpool.base.errors import Internal, Unavailable
+from moonpool.engine.messages import HiddenStates
 from moonpool.engine.platforms.registry import HOST_COLLECTIVES
 
-_ABORTED = -1  # in place of the number of rows
+ABORTED = -1  # in place of the number of rows
 _GREETING = -(1 << 62)  # id of no step
 
 
@@ -54,6 +58,70 @@ class NoLinks:
 
     def flush(self) -> None:
         """No send is pending."""
+
+
+class ChannelLinks:
+    """The neighbours of a stage whose hidden states go through the I/O process.
+
+    Args:
+        stage: this stage.
+        stages: number of stages.
+        received: what comes from the stage before, in order.
+        emit: gives hidden states to the I/O process; None for a rank that is not the stage's first.
+        hidden_size: columns of the hidden states.
+        dtype: their type.
+        timeout_s: longest wait for the stage before.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        received: "queue.Queue[HiddenStates]",
+        emit: Callable[[HiddenStates], None] | None,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        timeout_s: float,
+    ) -> None:
+        self._stage, self._last = stage, stage + 1 == stages
+        self._received, self._emit = received, emit
+        self._hidden_size, self._dtype, self._timeout_s = hidden_size, dtype, timeout_s
+
+    def receive(self, step_id: int, rows: int) -> Tensor | None:
+        """Return hidden states of a step from the stage before.
+
+        Raises:
+            Internal: the stage before sent another step or shape: the stages have lost each other.
+            Unavailable: nothing came in time.
+        """
+        try:
+            found = self._received.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise Unavailable(f"stage {self._stage - 1} sent nothing in step {step_id}") from None
+        if found.step_id != step_id or found.rows not in (rows, ABORTED):
+            raise Internal(
+                f"expected step {step_id} with {rows} rows, stage before sent {found.step_id} with {found.rows}"
+            )
+        if found.rows == ABORTED:
+            return None
+        needed = rows * self._hidden_size * self._dtype.itemsize
+        if len(found.data) != needed:
+            raise Internal(f"step {step_id} needs {needed} bytes of hidden states, stage before sent {len(found.data)}")
+        return torch.frombuffer(bytearray(found.data), dtype=self._dtype).view(rows, self._hidden_size)
+
+    def send(self, step_id: int, hidden: Tensor | None) -> None:
+        """Give a step's hidden states to the I/O process."""
+        if self._last or self._emit is None:
+            return
+        if hidden is None:
+            self._emit(HiddenStates(step_id, ABORTED, b""))
+            return
+        data = hidden.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        self._emit(HiddenStates(step_id, hidden.shape[0], data))
+
+    def flush(self) -> None:
+        """The I/O process has all that was sent."""
 
 
 class StageLinks:
@@ -127,9 +195,9 @@ class StageLinks:
         with self._heard(f"stage {self._stage - 1}", step_id):
             dist.recv(status, src=self._stage - 1)
         sent_step, sent_rows = status.tolist()
-        if sent_step != step_id or sent_rows not in (rows, _ABORTED):
+        if sent_step != step_id or sent_rows not in (rows, ABORTED):
             raise Internal(f"expected step {step_id} with {rows} rows, stage before sent {sent_step} with {sent_rows}")
-        if sent_rows == _ABORTED:  # no tensor follows
+        if sent_rows == ABORTED:  # no tensor follows
             return None
         hidden = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
         with self._heard(f"stage {self._stage - 1}", step_id):
@@ -147,7 +215,7 @@ class StageLinks:
         while len(self._under_way) >= self._outstanding:  # each send keeps its tensors in memory
             self._wait_oldest()
         # One status word for each step, also for an aborted one: else the next stage would wait without end (ADR 2).
-        status = torch.tensor([step_id, _ABORTED if hidden is None else hidden.shape[0]], dtype=torch.int64)
+        status = torch.tensor([step_id, ABORTED if hidden is None else hidden.shape[0]], dtype=torch.int64)
         tensors = [status] if hidden is None else [status, hidden.to(self._device).contiguous()]
         with self._heard(f"stage {self._stage + 1}", step_id):
             works = [

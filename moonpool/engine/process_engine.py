@@ -6,13 +6,10 @@ raise.
 """
 
 import asyncio
-import contextlib
 import itertools
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +31,7 @@ from moonpool.engine.messages import (
     EngineSpec,
     FetchBlocks,
     Footprint,
+    HiddenStates,
     KVLoaded,
     LayersLoaded,
     LoadKV,
@@ -54,22 +52,20 @@ from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.sizes import choose_sizes
 from moonpool.engine.start_listener import StartListener
-from moonpool.engine.worker_process import WorkerProcess, error_of_worker, exit_reason
+from moonpool.engine.worker_process import Worker, error_of_worker
 
 RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
 _LOOK_S, _LOOKS = 0.5, 3
 """Seconds between two looks at the processes, and looks after which a stopped process is lost."""
-_REAP_S = 2.0
-"""A killed process ends in milliseconds."""
 StartMessage = TypeVar("StartMessage", StageRoom, WorkerReady)
 
 log = get_logger(__name__)
 
 
 class ProcessEngine:
-    """An `Engine` on one process for each rank of each stage.
+    """An `Engine` on one process for each rank of each stage on this host, and on stages of other hosts.
 
     `stopped` tells whether a worker's process is stopped; None: nobody looks.
     """
@@ -78,8 +74,8 @@ class ProcessEngine:
         self,
         spec: EngineSpec,
         memory: PoolMemory,
-        workers: Sequence[WorkerProcess],
-        stopped: Callable[[WorkerProcess], bool] | None = None,
+        workers: Sequence[Worker],
+        stopped: Callable[[Worker], bool] | None = None,
     ) -> None:
         self._spec = spec
         self._memory = memory
@@ -89,7 +85,8 @@ class ProcessEngine:
         self._flights: dict[int, _StepInFlight] = {}
         self._last_step_id: int | None = None
         self._closing = False
-        self._one_pool = stage_devices(spec.device, spec.stages)[0].platform.in_host_pool
+        self._pinned = not stage_devices(spec.device, spec.stages)[0].platform.in_host_pool
+        self._one_pool = not self._pinned and all(worker.pid for worker in self._workers)
         self._numbers = itertools.count(1)
         self._asked: dict[int, _PendingAnswers] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
@@ -134,8 +131,8 @@ class ProcessEngine:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, stage by stage and rank by rank."""
-        return [worker.process.pid for worker in self._workers]
+        """The processes of this host, stage by stage and rank by rank."""
+        return [worker.pid for worker in self._workers if worker.pid]
 
     @property
     def run_steps(self) -> int:
@@ -198,7 +195,7 @@ class ProcessEngine:
             worker.channel.send(message)
 
     async def fetch(self, blocks: Sequence[int]) -> None:
-        if self._one_pool:  # steps compute in the host's pool: nothing lies elsewhere
+        if self._one_pool:  # steps compute in this host's pool: nothing lies elsewhere
             return
         async with self._may_fetch:  # workers' queues have places for so many
             await self._ask(FetchBlocks(next(self._numbers), tuple(blocks)))
@@ -263,7 +260,7 @@ class ProcessEngine:
             for worker in self._workers:
                 worker.channel.send(sizes)
         ready = await self._of_all(WorkerReady, listener)
-        if not self._one_pool:  # stages have taken the memory; here each page is mapped, before KV comes
+        if self._pinned:  # stages have taken the memory; here each page is mapped, before KV comes
             for part in self.pool.parts:
                 await asyncio.to_thread(part.populate)
         for worker, message in zip(self._workers, ready, strict=True):
@@ -283,7 +280,7 @@ class ProcessEngine:
         assert all(isinstance(message, kind) for message in messages)
         return messages
 
-    async def _next(self, worker: WorkerProcess, listener: StartListener) -> Any:
+    async def _next(self, worker: Worker, listener: StartListener) -> Any:
         """Return a stage's next message that is not about the start's progress."""
         try:
             message = await worker.channel.receive()
@@ -299,7 +296,7 @@ class ProcessEngine:
             raise error_of_worker(message, str(worker))
         return message
 
-    def _note(self, worker: WorkerProcess, message: WorkerReady) -> None:
+    def _note(self, worker: Worker, message: WorkerReady) -> None:
         log.info(
             "loaded", stage=worker.stage, rank=worker.rank, seconds=round(message.load_s, 2),
             peak_mib=message.peak_bytes >> 20, checkpoint=self._spec.checkpoint,
@@ -313,20 +310,17 @@ class ProcessEngine:
                 stage=worker.stage, mib=message.mapped_bytes >> 20, folder=os.path.dirname(self._spec.weights_file),
             )  # fmt: skip
         self.footprints.setdefault(worker.stage, message.footprint)
-        log.info(
-            "memory", stage=worker.stage, rank=worker.rank, pid=worker.process.pid, **message.footprint.mebibytes()
-        )
+        log.info("memory", stage=worker.stage, rank=worker.rank, pid=worker.pid, **message.footprint.mebibytes())
 
     def listen(self) -> None:
         """Start to read the stages' messages, and report landed KV."""
         for worker in self._workers:
-            if not worker.rank:
-                self.pool.parts[worker.stage].on_landed = partial(self._kv_landed, worker)
+            worker.serve(self.pool.parts[worker.stage])
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
         if self._stopped is not None:
             self._watch = asyncio.create_task(self._watch_workers(self._stopped), name="watch")
 
-    async def _watch_workers(self, stopped: Callable[[WorkerProcess], bool]) -> None:
+    async def _watch_workers(self, stopped: Callable[[Worker], bool]) -> None:
         """Fail the engine if a process stays stopped: others wait for it, and its channel stays open."""
         looks = dict.fromkeys(map(str, self._workers), 0)
         while not self._failed.done():
@@ -337,11 +331,7 @@ class ProcessEngine:
                     self._fail(f"{worker} is stopped")
                     return
 
-    def _kv_landed(self, worker: WorkerProcess) -> None:
-        """KV landed in the pool, and no KV is under way to the stage's device. Called by any thread."""
-        self._loop.call_soon_threadsafe(worker.channel.send, LoadKV())
-
-    async def _read(self, worker: WorkerProcess) -> None:
+    async def _read(self, worker: Worker) -> None:
         try:
             while True:
                 self._handle(worker, await worker.channel.receive())
@@ -353,14 +343,19 @@ class ProcessEngine:
 
     def _handle(
         self,
-        worker: WorkerProcess,
-        message: StageEvent | WorkerFailed,
+        worker: Worker,
+        message: StageEvent | HiddenStates | WorkerFailed,
     ) -> None:
         if isinstance(message, WorkerFailed):
             self._fail(f"{worker} failed: {message.message}{self._others(worker)}")
             return
         if isinstance(message, BlocksFetched | KVLoaded | LoraAnswer):
             self._answered(message, str(worker))
+            return
+        if isinstance(message, HiddenStates):
+            for following in self._workers:
+                if following.stage == worker.stage + 1:
+                    following.channel.send(message)
             return
         flight = self._flights.get(message.done.step_id if isinstance(message, StageTokens) else message.step_id)
         if flight is None:  # the engine has failed meanwhile, and the caller has been told
@@ -415,17 +410,13 @@ class ProcessEngine:
             if not answer.future.done():
                 answer.future.set_exception(Unavailable(reason))
 
-    async def _death_of(self, worker: WorkerProcess) -> str:
+    async def _death_of(self, worker: Worker) -> str:
         """Return how a worker ended after the channel closed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = await asyncio.to_thread(worker.process.wait, _REAP_S)
-            return f"{worker} {exit_reason(code)}{self._others(worker)}"
-        return f"{worker} closed its channel{self._others(worker)}"
+        return f"{await worker.death()}{self._others(worker)}"
 
-    def _others(self, worker: WorkerProcess) -> str:
+    def _others(self, worker: Worker) -> str:
         """Other stages that have died: the first report is rarely from the stage that caused the failure."""
-        dead = [(w, w.process.poll()) for w in self._workers if w is not worker]
-        return "".join(f"; {w} {exit_reason(code)}" for w, code in dead if code is not None)
+        return "".join(f"; {ended}" for other in self._workers if other is not worker and (ended := other.ended()))
 
     # --- shutdown --------------------------------------------------------------------------------------------------
 
@@ -458,10 +449,9 @@ class ProcessEngine:
     def kill(self) -> None:
         """End all processes at once and reap them."""
         for worker in self._workers:
-            worker.process.kill()
+            worker.kill()
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(_REAP_S)
+            worker.reap()
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from moonpool.engine.messages import (
     EngineSizes,
     EngineSpec,
     Footprint,
+    HiddenStates,
     LayersLoaded,
     StageDone,
     StageEvent,
@@ -47,6 +49,7 @@ class StageLoader:
         page_fd: descriptor for the page of the stage's ranks; of no use to a stage with one.
         gates: KV gates for the stage's steps.
         channel: to the I/O process.
+        hidden_states: those of the stage before, if they come through the I/O process.
         sizes: waits for the answer to `StageRoom`.
         on_failure: called from another thread if a callback of a layer has failed.
     """
@@ -58,6 +61,7 @@ class StageLoader:
         page_fd: int,
         gates: KVGates,
         channel: BlockingChannel,
+        hidden_states: queue.Queue[HiddenStates],
         sizes: Callable[[], EngineSizes],
         on_failure: Callable[[BaseException], None],
     ) -> None:
@@ -70,7 +74,7 @@ class StageLoader:
         from moonpool.engine.platforms.stage_platform import open_device
 
         self.spec, self.engine, self.gates, self.channel = spec, spec.engine, gates, channel
-        self.on_failure = on_failure
+        self.hidden_states, self.on_failure = hidden_states, on_failure
         self.libraries_bytes = max(resident_bytes(), preloaded_bytes())
         channel.send(StageStarting("loading weights"))
         torch.set_num_threads(max(1, self.engine.threads))
@@ -182,11 +186,21 @@ class StageLoader:
         import torch.distributed
 
         from moonpool.engine.models.loader import torch_dtype
-        from moonpool.engine.pipeline import NoLinks, StageLinks
+        from moonpool.engine.pipeline import ChannelLinks, NoLinks, StageLinks
 
         engine = self.engine
         if engine.stages == 1:
             return NoLinks()
+        if not self.spec.rendezvous:
+            return ChannelLinks(
+                self.spec.stage,
+                engine.stages,
+                self.hidden_states,
+                self.channel.send if self.ranks is None or self.ranks.first else None,
+                hidden_size=self.config.hidden_size,
+                dtype=torch_dtype(engine.dtype),
+                timeout_s=engine.step_timeout_s,
+            )
         return StageLinks(
             Path(self.spec.rendezvous),
             self.spec.stage,

@@ -1,6 +1,7 @@
 """Starts an engine: a process for each rank of each pipeline stage, or the emulated engine.
 
-Workers exit when their channel closes, so a killed I/O process leaves none behind.
+Workers exit when their channel closes, so a killed I/O process leaves none behind. Stages on other hosts join before
+the processes of this host are started.
 """
 
 import asyncio
@@ -8,9 +9,10 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.fork_server import Launcher, engine_started, start_worker
@@ -28,10 +30,21 @@ from moonpool.engine.platforms.registry import HOST_COLLECTIVES, collectives_of,
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_listener import NO_LISTENER, StartListener
-from moonpool.engine.worker_process import WorkerProcess, is_stopped, spawn_worker, worker_environment
+from moonpool.engine.worker_process import Worker, WorkerProcess, is_stopped, spawn_worker, worker_environment
 
 WORKER = "moonpool.engine.worker"
 """A worker's program."""
+
+
+class RemoteStages(Protocol):
+    """Stages on other hosts: the last ones of the pipeline."""
+
+    @property
+    def count(self) -> int: ...
+
+    async def joined(self, spec: EngineSpec, listener: StartListener) -> Sequence[Worker]:
+        """Wait, without a limit, until all stages have joined; return them in their order."""
+        ...
 
 
 def start_engine(
@@ -39,10 +52,11 @@ def start_engine(
     *,
     start_timeout_s: float = 120.0,
     listener: StartListener = NO_LISTENER,
+    remote: RemoteStages | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     """Start the engine's processes, or emulate them; leaving the context ends them and frees the pool.
 
-    `listener` is told how the start goes on.
+    `listener` is told how the start goes on. `remote`: stages on other hosts; None = there are none.
 
     Raises:
         ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
@@ -54,7 +68,7 @@ def start_engine(
         return start_emulated(
             spec.emulated, spec.layout, spec.blocks, stages=spec.stages, gate_timeout_s=spec.gate_timeout_s
         )
-    return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener)
+    return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener, remote=remote)
 
 
 @asynccontextmanager
@@ -65,11 +79,13 @@ async def start_processes(
     listener: StartListener = NO_LISTENER,
     worker_module: str = WORKER,
     launcher: Launcher = start_worker,
+    remote: RemoteStages | None = None,
 ) -> AsyncIterator[Engine]:
     """As `start_engine`; `worker_module` is a worker's program (tests use a substitute)."""
     ranges = spec.stage_layers
+    here = spec.stages - (0 if remote is None else remote.count)
     cores = len(os.sched_getaffinity(0))
-    threads = spec.threads or (cores if spec.core_page else max(1, cores // (spec.stages * spec.ranks)))
+    threads = spec.threads or (cores if spec.core_page else max(1, cores // (here * spec.ranks)))
     spec = replace(spec, threads=threads)
     async with AsyncExitStack() as stack:
         memory = PoolMemory(ranges)
@@ -77,21 +93,25 @@ async def start_processes(
         if spec.sized:
             memory.make(spec.layout, spec.blocks, spec.slots)
         meeting = ""
-        if spec.stages > 1:
+        if 1 < spec.stages == here:
             meeting = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone
             stack.callback(shutil.rmtree, meeting, ignore_errors=True)
         rendezvous = [_chain_folder(meeting, rank) for rank in range(spec.ranks)]
         env = worker_environment(spec, threads)
-        pages = [_rank_page(spec.ranks, stack) for _ in ranges]
-        workers: list[WorkerProcess] = []
+        pages = [rank_page(spec.ranks, stack) for _ in range(here)]
+        workers: list[Worker] = []
         with ExitStack() as unwind:
-            for stage, rank in itertools.product(range(spec.stages), range(spec.ranks)):
+            others = [] if remote is None else await remote.joined(spec, listener)
+            for other in others:
+                unwind.callback(other.kill)
+            for stage, rank in itertools.product(range(here), range(spec.ranks)):
                 process, sock = spawn_worker(worker_module, launcher, memory.files[stage], pages[stage], env)
                 unwind.callback(process.wait)
                 unwind.callback(process.kill)
                 channel = await AsyncChannel.open(sock)
                 workers.append(WorkerProcess(stage, process, channel, rank, alone=spec.ranks == 1))
-                unwind.callback(workers[-1].channel.close)
+                unwind.callback(channel.close)
+            workers += others
             unwind.pop_all()  # from here on it is the engine's
         engine_started()
         engine = ProcessEngine(spec, memory, workers, is_stopped)
@@ -121,7 +141,7 @@ async def start_processes(
         yield engine
 
 
-def _rank_page(ranks: int, stack: AsyncExitStack) -> int:
+def rank_page(ranks: int, stack: AsyncExitStack | ExitStack) -> int:
     """Return the descriptor of the page by which a stage's ranks meet, closed with `stack`; -1 for one rank."""
     if ranks == 1:
         return -1

@@ -37,6 +37,7 @@ from moonpool.engine.messages import (
     EngineSizes,
     EngineSpec,
     FetchBlocks,
+    HiddenStates,
     LoadKV,
     LoadLora,
     OpenKVGateMessage,
@@ -64,6 +65,8 @@ class OrderReceiver:
         # for Shutdown.
         places = max_steps_in_flight(engine.stages) + MAX_FETCHES + engine.max_loras + 1
         self.orders: queue.Queue[Step | FetchBlocks | DropLora | Shutdown | EngineSizes] = queue.Queue(places)
+        self.hidden_states: queue.Queue[HiddenStates] = queue.Queue()
+        """Of the stage before, if they come through the I/O process; at most as many as there are steps."""
         self._channel = channel
         self._gates = gates
         self._rendezvous = rendezvous
@@ -98,6 +101,8 @@ class OrderReceiver:
                     self._gates.stop_run(message.step_id, urgent=message.urgent)
                 elif isinstance(message, AbortStageStep):
                     self._gates.abort(message.step_id)
+                elif isinstance(message, HiddenStates):
+                    self.hidden_states.put(message)
                 elif isinstance(message, LoadKV):
                     self.load(message)
                 elif isinstance(message, LoadLora):
@@ -192,7 +197,7 @@ def serve(channel: BlockingChannel, pool_fd: int, page_fd: int) -> None:
         return order
 
     runner, footprint = StageLoader(
-        spec, pool_fd, page_fd, gates, channel, sizes, partial(_end_process, channel)
+        spec, pool_fd, page_fd, gates, channel, receiver.hidden_states, sizes, partial(_end_process, channel)
     ).load()
     receiver.load, receiver.load_lora = runner.load, runner.load_lora
     turn = step_turns(spec.engine, runner)

@@ -1,19 +1,24 @@
 """The process of one rank of a pipeline stage: its start, its channel, and why it ended."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import moonpool.base.errors
 from moonpool.base.errors import Internal, MoonpoolError
 from moonpool.base.fork_server import ChildProcess, Launcher, Program
+from moonpool.base.kv.pool import PoolPart
 from moonpool.engine.channel import AsyncChannel
 from moonpool.engine.messages import (
     EngineSpec,
+    LoadKV,
     WorkerFailed,
 )
 
@@ -21,6 +26,68 @@ _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU)
 """In all threads of a worker. Draining is the I/O process's decision: a signal to the whole group must not take the
 engine away. Blocked, not ignored: Triton's compiler installs handlers that end the process. SIGTTOU: a terminal may
 stop a writer of another process group."""
+
+
+_REAP_S = 2.0
+"""A killed process ends in milliseconds."""
+
+
+class Channel(Protocol):
+    """This end of a channel to a worker, as `AsyncChannel` has it."""
+
+    def send(self, message: object) -> None:
+        """Send a message without waiting; dropped when the other end has closed."""
+        ...
+
+    async def receive(self) -> Any:
+        """Return the next message; raise `ChannelClosed` when the other end has closed."""
+        ...
+
+    def close(self) -> None:
+        """Close this end at once."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Wait until all is closed."""
+        ...
+
+
+class Worker(Protocol):
+    """One rank of a stage on this host, or a whole stage on another."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def pid(self) -> int:
+        """The process; 0 = on another host."""
+        ...
+
+    @property
+    def channel(self) -> Channel: ...
+
+    def serve(self, part: PoolPart) -> None:
+        """From now on, KV that lands in the stage's part of the pool is brought to the stage."""
+        ...
+
+    def kill(self) -> None:
+        """End the worker at once."""
+        ...
+
+    def reap(self) -> None:
+        """Wait for the end of a killed process."""
+        ...
+
+    def ended(self) -> str:
+        """Return how the worker ended; "" while it runs."""
+        ...
+
+    async def death(self) -> str:
+        """Return how the worker ended, after its channel has closed."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +104,43 @@ class WorkerProcess:
         rank = "" if self.alone else f" rank {self.rank}"
         return f"engine stage {self.stage}{rank} (process {self.process.pid})"
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
-def is_stopped(worker: WorkerProcess) -> bool:
+    def serve(self, part: PoolPart) -> None:
+        """See `Worker`. KV lands in any thread, and is reported if none is under way to the stage's device."""
+        loop = asyncio.get_running_loop()
+
+        def landed() -> None:
+            loop.call_soon_threadsafe(self.channel.send, LoadKV())
+
+        if not self.rank:
+            part.on_landed = landed
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def reap(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_REAP_S)
+
+    def ended(self) -> str:
+        code = self.process.poll()
+        return "" if code is None else f"{self} {exit_reason(code)}"
+
+    async def death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"{self} {exit_reason(await asyncio.to_thread(self.process.wait, _REAP_S))}"
+        return f"{self} closed its channel"
+
+
+def is_stopped(worker: Worker) -> bool:
     """Return whether a worker's process is stopped, as by SIGSTOP; False where the system does not say."""
+    if not worker.pid:
+        return False
     try:
-        return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
         return False
 
@@ -58,7 +157,7 @@ def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
     env.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
     env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps its threads' most
     if spec.stages > 1:
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this host
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stages that meet are on this host
         # This process ends a stage that waits in vain for NCCL, with the reason: a channel closed, or a step took too
         # long. By default torch's watchdog aborts the stage; so does NCCL's monitor, if the watchdog must not.
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

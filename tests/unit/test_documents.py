@@ -14,6 +14,7 @@ from moonpool.cli.main import app
 from moonpool.conductor.config import ConductorConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.prefill.config import PrefillConfig
+from moonpool.engine.remote.config import StageConfig
 from moonpool.gateway.config import GatewayConfig
 from moonpool.interop.adapter.config import AdapterConfig
 from moonpool.interop.indexer.config import IndexerConfig
@@ -27,6 +28,7 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "conductor": ConductorConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "stage": StageConfig,
     "kvstore": KVStoreConfig,
     "gateway": GatewayConfig,
     "adapter": AdapterConfig,

@@ -43,7 +43,7 @@ _LATER = (
     "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows", "in_turn", "decay_stored",
     "value_width", "value_factor", "input_factors", "output_factor", "without_norm",
-    "latent_width", "gate_factor", "stored_at", "indexer", "index_topk",
+    "latent_width", "head_gate", "silu_limit", "shared_silu_limit", "gate_factor", "stored_at", "indexer", "index_topk",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 

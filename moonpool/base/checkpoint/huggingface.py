@@ -87,11 +87,27 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = info
-    found = dense_index(tensors, folder_formats(folder))
+    found = _by_expert(dense_index(tensors, folder_formats(folder)))
     file = folder / "config.json"
     if not file.exists() or text_part(read_json(file)) is None:
         return found
     return {plain: replace(found[name], name=name) for name, plain in decoder_names(found).items()}
+
+
+def _by_expert(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors, with each expert's part of those that hold all experts of a layer (Step 3.5)."""
+    found = dict[str, TensorInfo]()
+    for name, info in tensors.items():
+        layer, matched, leaf = name.partition(".moe.")
+        if not matched or len(info.shape) != 3 or info.format is not None:
+            found[name] = info
+            continue
+        count, *shape = info.shape
+        part = replace(info, shape=tuple(shape))
+        for expert in range(count):
+            begin = info.begin + expert * int(part.stored_bytes)
+            found[f"{layer}.moe.experts.{expert}.{leaf}"] = replace(part, begin=begin)
+    return found
 
 
 def folder_formats(folder: Path) -> Formats:

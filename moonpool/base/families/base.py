@@ -71,6 +71,7 @@ class TensorNames:
     per_layer_output: str = "per_layer_projection"
     per_layer_norm: str = "post_per_layer_input_norm"
     sinks: str = "self_attn.sinks"
+    head_gate: str = "self_attn.g_proj"
     q_a: str = "self_attn.q_a_proj"
     q_a_norm: str = "self_attn.q_a_layernorm"
     q_b: str = "self_attn.q_b_proj"

@@ -161,6 +161,8 @@ class AttentionSpec:
     """Index of the layer whose keys and values attention reads; the layer has none of its own."""
     output_gate: bool = False
     """Attention's result is multiplied with the sigmoid of a gate, which lies behind each head's query."""
+    head_gate: bool = False
+    """Each head's result is multiplied with the sigmoid of one number, which has a projection of its own."""
     value_width: int = 0
     """Elements of a head's values, fewer than `head_dim`: the pool has zeros behind them; 0: `head_dim`."""
     value_factor: float = 0.0
@@ -258,6 +260,8 @@ class ExpertsSpec:
     """Whether the weights multiply the experts' inputs instead of their outputs."""
     shared_gate: bool = False
     """Whether that network's output is weighted by a sigmoid of a stored projection."""
+    shared_silu_limit: float = 0.0
+    """`FeedForwardSpec.silu_limit` of the network beside the experts."""
     latent_width: int = 0
     """Width to which the experts' input is projected, and from which their sum is projected back; 0: as the layer."""
     beside: bool = False
@@ -281,6 +285,8 @@ class FeedForwardSpec:
     """For "clamped_swiglu" (gpt-oss): gates are at most this number, ups within this number on both sides."""
     alpha: float = 1.702
     """Of "clamped_swiglu": (up + 1) * gate * sigmoid(alpha * gate)."""
+    silu_limit: float = 0.0
+    """Gates behind the activation are at most this number, ups within this number on both sides; 0: no limit."""
     gate_factor: float = 0.0
     """Factor on gates before the activation; 0: none."""
     output_factor: float = 0.0
@@ -353,7 +359,8 @@ class LayerSpec:
             ("a sliding window", attention.window is not None),
             ("a soft cap", attention.soft_cap is not None),
             ("attention sinks", attention.sinks),
-            ("a gate of attention's result", attention.output_gate),
+            ("a gate of attention's result", attention.output_gate or attention.head_gate),
+            ("a limit of gates", bool(inner.silu_limit or (inner.experts and inner.experts.shared_silu_limit))),
             ("another norm of queries and keys", not heads or attention.qk_norm_last),
             ("a norm of values", attention.value_norm or attention.values_of_keys),
             ("a factor on the layer's result", self.scalar),

@@ -67,18 +67,14 @@ class KVPool:
             _check_room(layout, blocks, slots or blocks, available or available_bytes)
             _check_ranges(layout, layer_ranges)
             for fd, (begin, end) in zip(fds, layer_ranges, strict=True):
-                os.truncate(fd, _mapped_bytes(layout, range(begin, end), blocks, slots))
-                parts.append(PoolPart.attach(fd, layout, blocks, begin, end, slots))
+                parts.append(PoolPart.create(fd, layout, blocks, begin, end, slots))
         except BaseException:
             for part in parts:
                 part.close()
             for fd in fds[len(parts) :]:
                 os.close(fd)
             raise
-        made = cls(layout, blocks, parts)
-        if slots:
-            made.move_slots((block, NO_SLOT) for block in range(blocks))
-        return made
+        return cls(layout, blocks, parts)
 
     def move_slots(self, changes: Iterable[tuple[int, int]]) -> None:
         """Give blocks their window slots, or take them: block, and slot or `NO_SLOT`.
@@ -194,6 +190,17 @@ class PoolPart:
             size, by_slots = layout.slice_bytes(layer), self.slots > 0 and layer in layout.windowed_layers
             self._places.append((start, size, by_slots))
             start += size * (self.slots if by_slots else self.blocks)
+
+    @classmethod
+    def create(
+        cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int, slots: int = 0
+    ) -> PoolPart:
+        """Make a part in empty memory, where no block has a window slot, and take ownership of the descriptor."""
+        os.truncate(fd, _mapped_bytes(layout, range(layer_begin, layer_end), blocks, slots))
+        made = cls.attach(fd, layout, blocks, layer_begin, layer_end, slots)
+        for block in range(blocks if slots else 0):
+            made.slot_of[block] = NO_SLOT
+        return made
 
     @classmethod
     def attach(

@@ -82,7 +82,7 @@ DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s and then has connections to close
 CANCEL_GRACE_S = 5.0
 START_GRACE_S = 1.0
-LISTENING = ("listen", "client_listen", "metrics_listen")
+LISTENING = ("listen", "client_listen", "metrics_listen", "stages_listen")
 """Settings that name an address at which a service listens."""
 log = logs.get_logger(__name__)
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)

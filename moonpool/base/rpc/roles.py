@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,7 +196,7 @@ class RoleGate:
         pem = found.get("x509_pem_cert")
         open_to_all = method.startswith(FOR_ALL)
         if pem:
-            who = self._certified(found, pem[0])
+            who = self.certified(found, pem[0])
         elif open_to_all:
             return
         elif self._keys is None:
@@ -207,7 +207,12 @@ class RoleGate:
             raise PermissionDenied(f"role {who.role} may not call {method.rpartition('/')[2]}")
         _caller.set(who)
 
-    def _certified(self, found: Mapping[str, list[bytes]], pem: bytes) -> RpcCaller:
+    def certified(self, found: Mapping[str, Sequence[bytes]], pem: bytes) -> RpcCaller:
+        """Return the owner of a certificate, PEM; `found`: what stands in it, by gRPC's names.
+
+        Raises:
+            Unauthenticated: the certificate is revoked, or names no role.
+        """
         self._renew()
         if self._revoked and fingerprint(pem) in self._revoked:
             raise Unauthenticated("this certificate is revoked")
@@ -261,7 +266,7 @@ def _bearer(context: Any) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def _role(found: Mapping[str, list[bytes]]) -> str:
+def _role(found: Mapping[str, Sequence[bytes]]) -> str:
     names = [name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", ())]
     roles = [name.removeprefix(ROLE_URI) for name in names if name.startswith(ROLE_URI)]
     if len(roles) != 1 or roles[0] not in ROLES:

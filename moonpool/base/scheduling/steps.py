@@ -158,6 +158,14 @@ def finished_blocks(step: Step, block_size: int) -> list[tuple[int, int]]:
     return list(found.items())
 
 
+def written_blocks(sequence: SequenceStep, block_size: int) -> Sequence[int]:
+    """Pool blocks that a sequence's part of a step writes to."""
+    if sequence.full_hit:
+        return ()
+    end = sequence.start + len(sequence.token_ids) // 4
+    return sequence.block_table[sequence.start // block_size : -(-end // block_size)]
+
+
 @frozen
 class LayerDone:
     """One layer's KV from the step is in the pool."""

@@ -96,7 +96,7 @@ class FeedForward:
 
 def fused_gate(spec: FeedForwardSpec) -> bool:
     """Tell whether the product of gates and ups also computes the activation."""
-    return spec.gated and spec.activation == "silu" and not spec.gate_factor
+    return spec.gated and spec.activation == "silu" and not (spec.gate_factor or spec.silu_limit)
 
 
 def activate(spec: FeedForwardSpec, inner: Tensor, *, deterministic: bool) -> Tensor:
@@ -110,4 +110,7 @@ def activate(spec: FeedForwardSpec, inner: Tensor, *, deterministic: bool) -> Te
         return elementwise(function, inner, deterministic=deterministic)
     gate, up = inner.chunk(2, dim=-1)
     gate = gate * spec.gate_factor if spec.gate_factor else gate
-    return elementwise(function, gate, deterministic=deterministic) * up
+    gate = elementwise(function, gate, deterministic=deterministic)
+    if spec.silu_limit:
+        gate, up = gate.clamp(max=spec.silu_limit), up.clamp(-spec.silu_limit, spec.silu_limit)
+    return gate * up

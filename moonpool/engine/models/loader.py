@@ -415,6 +415,7 @@ class _LayerReader:
             self._linear("output"),
             self._optional("sinks"),
             Norm(replace(spec.qk_norm, weighted=False), None, None) if spec.value_norm and spec.qk_norm else None,
+            self._linear("head_gate") if spec.head_gate else None,
         )
 
     def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
@@ -495,7 +496,8 @@ class _LayerReader:
 
     def _experts(self, spec: ExpertsSpec) -> MixtureOfExperts:
         single = replace(self._spec.feed_forward, inner=spec.inner, bias=spec.bias, experts=None)
-        shared = replace(single, inner=spec.shared_inner, bias=False) if spec.shared_inner else None
+        beside = replace(single, inner=spec.shared_inner, bias=False, silu_limit=spec.shared_silu_limit)
+        shared = beside if spec.shared_inner else None
         router_bias, correction = self._optional("router.bias"), self._optional("correction")
         router, scale = self._one("router.weight").float(), self._optional("router_scale")
         factors = self._optional("expert_scale")

@@ -68,7 +68,7 @@ def _by_outputs(layer: LayerSpec) -> dict[str, Units]:
     attention, network, experts = layer.attention, layer.feed_forward, layer.feed_forward.experts
     q, kv = attention.num_heads, attention.num_kv_heads
     found: dict[str, Units] = {"q": (q,), "k": (kv,), "v": (kv,), "attention_gate": (q,), "qkv": (q, kv, kv)}
-    found |= {"sinks": (q,), "q_b": (q,), "kv_b": (q,), "k_b": (q,), "v_b": (q,)}
+    found |= {"sinks": (q,), "head_gate": (q,), "q_b": (q,), "kv_b": (q,), "k_b": (q,), "v_b": (q,)}
     if attention.qk_norm_over != "head":
         found |= {"q_norm": (q,), "k_norm": (kv,)}
     found |= dict(_networks("", network.inner))

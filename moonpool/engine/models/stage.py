@@ -486,6 +486,9 @@ class StageModel:
         if spec.output_gate:
             gates = qkv[:, heads + 2 * kv_heads :]
             attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
+        if weights.head_gate is not None:
+            gates = weights.head_gate(normed, deterministic=self.deterministic)
+            attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)[..., None]
         if spec.value_width:
             attended = attended[..., : spec.value_width]
         return weights.output(attended.flatten(1), deterministic=self.deterministic)

@@ -209,6 +209,8 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
                     name: Stored(part.name, part.shape, part.kept_shape, turn_norm) for name, part in norms.items()
                 }
             slots |= norms
+    if spec.head_gate:
+        slots |= _linear(names, "head_gate", names.head_gate, (spec.num_heads, hidden))
     if spec.sinks:
         slots["sinks"] = _plain(names.sinks, (spec.num_heads,))
     return slots

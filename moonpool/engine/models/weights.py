@@ -25,11 +25,12 @@ class AttentionWeights:
     output: Linear  # heads * head_dim to hidden
     sinks: Tensor | None  # [heads]
     v_norm: Norm | None = None  # without a weight
+    head_gate: Linear | None = None  # hidden to heads
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
-        return _nbytes(self.qkv, self.q_norm, self.k_norm, self.output, self.sinks)
+        return _nbytes(self.qkv, self.q_norm, self.k_norm, self.output, self.sinks, self.head_gate)
 
 
 @dataclass(slots=True)

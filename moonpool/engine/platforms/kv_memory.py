@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moonpool.base.kv.layout import NO_SLOT, KVGroup
 from moonpool.base.kv.pool import NO_DEVICE, TELL_DEVICE, PoolPart
-from moonpool.base.scheduling.steps import SequenceStep, Step, finished_blocks
+from moonpool.base.scheduling.steps import Step, finished_blocks, written_blocks
 from moonpool.engine.kernels import kv_quantization
 from moonpool.engine.kernels.attention import copy_blocks
 from moonpool.engine.models.batch import LayersKV, LayersScales
@@ -395,7 +395,7 @@ class TieredKVMemory:
             self._loads.bring()
             self._awaited = self._loads.blocks_of(self._tables)
         self._copy(step.copies)
-        self._written = [block for sequence in step.sequences for block in self._written_by(sequence)]
+        self._written = [block for part in step.sequences for block in written_blocks(part, self._size)]
         self._finished = sorted(finished_blocks(step, self._size))
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
@@ -445,13 +445,6 @@ class TieredKVMemory:
 
     def close(self) -> None:
         self._loads.close()
-
-    def _written_by(self, sequence: SequenceStep) -> Sequence[int]:
-        """Return the blocks that a sequence writes to."""
-        if sequence.full_hit:
-            return ()
-        end = sequence.start + len(sequence.token_ids) // 4
-        return sequence.block_table[sequence.start // self._size : -(-end // self._size)]
 
     # --- copies ----------------------------------------------------------------------------------------------------
 

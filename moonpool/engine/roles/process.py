@@ -6,18 +6,21 @@ that role, and all others hold in both.
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.tls import Security
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.service import decode_role, draft_model_of
 from moonpool.engine.instance import EngineRole, StartEngine, run_instance
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.service import prefill_role
+from moonpool.engine.remote.listener import StagesListener
 from moonpool.engine.start_engine import start_engine
 
 RoleName = Literal["prefill", "decode"]
@@ -72,6 +75,12 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         """See `EngineConfig`."""
         return self.max_num_seqs if "decode" in self.roles else 0
 
+    def check_hosts(self) -> None:
+        """See `PrefillConfig`."""
+        if "prefill" not in self.roles:
+            raise ConfigError("nnodes", f"must be 1, not {self.nnodes}: decode computes in one stage")
+        super().check_hosts()
+
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
         if self.either_role and self.computes_prompts:
@@ -108,4 +117,7 @@ async def serve(context: ProcessContext, config: EngineProcessConfig, start: Sta
             else:
                 draft_model = await stack.enter_async_context(draft_model_of(context, config, start))
                 roles.append(decode_role(config, draft_model))
+        if config.nnodes > 1:
+            listener = StagesListener(config.stages_listen, config.nnodes - 1, Security.of(config))
+            start = partial(start, remote=await stack.enter_async_context(listener))
         await run_instance(context, config, roles, stages=config.stages, start=start)

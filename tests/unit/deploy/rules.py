@@ -36,7 +36,7 @@ JOIN_NOT = ("conductor", "gateway")
 """Services that do not join a conductor."""
 LANDING = "landing"
 """The stage that builds what copies and hashes KV."""
-KINDS = tuple(sorted(SERVICE_MODULES.keys() - {"adapter", "indexer"}))
+KINDS = tuple(sorted(SERVICE_MODULES.keys() - {"adapter", "indexer", "stage"}))
 
 
 def config_class(kind: str) -> type[ServiceConfig]:

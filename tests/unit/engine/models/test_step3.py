@@ -1,0 +1,128 @@
+"""Step 3.5: transformers has the text part of Step 3.7 alone, which computes the same."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.models.step3p7 import Step3p7TextConfig, Step3p7TextModel
+
+from moonpool.base.errors import UnsupportedModel
+from moonpool.base.families import FAMILIES
+from tests.unit.engine.models.test_families import TINY, draw
+from tests.unit.engine.models.test_published import two_turns
+
+KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+#: config.json as it is published, in small; lists have an entry for a layer that only drafts.
+PUBLISHED = {
+    "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_attention_groups": 2,
+    "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "max_seq_len": 512,
+    "layer_types": [*KINDS, "sliding_attention"], "sliding_window": 20, "num_nextn_predict_layers": 1,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 16,
+    },
+    "use_head_wise_attn_gate": True, "use_moe": True, "moe_layers_enum": "1,2,3", "moe_num_experts": 8,
+    "moe_top_k": 2, "moe_intermediate_size": 32, "share_expert_dim": 40, "moe_router_scaling_factor": 3.0,
+    "moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True,
+    "rope_theta": [5e6, 1e4, 1e4, 5e6, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+    "rope_scaling": LLAMA3, "yarn_only_types": ["full_attention"], "zero_centered": True,
+    "swiglu_limits": [0.0, 0.0, 0.3, 0.2, 0.0], "swiglu_limits_shared": [0.25, 0.0, 0.5, 0.0, 0.0],
+    "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": [1, 2],
+}  # fmt: skip
+
+
+def reference() -> tuple[Step3p7TextModel, torch.Tensor]:
+    """The decoder of transformers and an output head, with weights drawn from one seed."""
+    sizes: dict[str, Any] = {**TINY}
+    config = Step3p7TextConfig(
+        **sizes,
+        head_dim=16,
+        layer_types=KINDS,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=20,
+        num_sliding_attention_heads=6,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        share_expert_dim=40,
+        moe_router_scaling_factor=3.0,
+        swiglu_limits=[0.0, 0.0, 0.3, 0.2],
+        swiglu_limits_shared=[0.25, 0.0, 0.5, 0.0],
+        rope_parameters={
+            "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.5, **LLAMA3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    )
+    model = Step3p7TextModel(config)
+    generator = draw(model, tied=False)
+    return model.train(False), torch.randn(320, 64, generator=generator) * 0.15
+
+
+def published(name: str) -> str:
+    """The name that a published folder has for a tensor."""
+    for theirs, ours in (
+        ("mlp.gate.e_score_correction_bias", "moe.router_bias"),
+        ("mlp.gate.weight", "moe.gate.weight"),
+        ("mlp.experts.down_proj", "moe.down_proj.weight"),
+        ("mlp.shared_experts.", "share_expert."),
+    ):
+        name = name.replace(theirs, ours)
+    return f"model.{name}"
+
+
+def folder(model: torch.nn.Module, head: torch.Tensor, path: Path, *, pictures: bool) -> Path:
+    """The model as Step-3.5-Flash is published: all experts of a layer are one tensor, gates and ups apart.
+
+    `pictures`: as Step 3.7 is, with an encoder of pictures.
+    """
+    tensors = {"lm_head.weight": head}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("gate_up_proj"):
+            layer = name.removesuffix("mlp.experts.gate_up_proj")
+            for part, values in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                tensors[f"model.{layer}moe.{part}_proj.weight"] = values.contiguous()
+        else:
+            tensors[published(name)] = tensor
+    config: dict[str, Any] = PUBLISHED
+    if pictures:
+        tensors["vision_model.conv1.weight"] = torch.zeros(4, 3, 2, 2)
+        config = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "vision_config": {}}
+        config["text_config"] = {name: value for name, value in PUBLISHED.items() if name != "architectures"}
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_a_folder_answers_as_the_text_part_of_step_3_7_does(pictures: bool, tmp_path: Path) -> None:
+    model, head = reference()
+
+    def whole(ids: torch.Tensor) -> SimpleNamespace:
+        with torch.no_grad():
+            return SimpleNamespace(logits=model(input_ids=ids).last_hidden_state @ head.T)
+
+    answering: Callable[..., Any] = whole
+    two_turns(answering, folder(model, head, tmp_path, pictures=pictures))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_head_wise_attn_gate", False),
+        ("moe_router_activation", "softmax"),
+        ("attention_other_setting", {"num_attention_groups": 4}),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(field: str, value: Any) -> None:
+    family = FAMILIES["Step3p5ForCausalLM"]
+    with pytest.raises(UnsupportedModel, match=field):
+        family.decoder(family.fields({**PUBLISHED, field: value}, "config.json"))

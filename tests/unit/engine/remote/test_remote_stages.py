@@ -1,0 +1,85 @@
+"""Stages of other hosts, over loopback: tokens, and KV both ways."""
+
+import asyncio
+from array import array
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.engine.process_engine import ProcessEngine
+from tests.unit.engine.remote.hosts import host, leading, security, stages_listener
+from tests.unit.engine.test_worker import generate, greedy, part, spec
+
+PROMPT = list(range(7, 47))
+TABLE = (9, 2, 5, 11)
+
+
+async def check_kv(engine: ProcessEngine, first_step: int) -> None:
+    """The leader's pool has all KV of a prompt, and a stage computes with what lands in the leader's pool."""
+    all_layers, pool = range(engine.layout.layers), engine.pool
+    layers: list[LayerDone] = []
+    whole = Step(first_step, (part(PROMPT, 0, TABLE, sample=True),), layer_events=True)
+    expected = (await engine.run(whole, on_layer=layers.append)).sampled
+    assert sorted(done.layer for done in layers) == list(all_layers)
+    assert all(done.start_ns <= done.end_ns for done in layers)
+
+    def land(layer: int) -> None:
+        for block, copy in ((9, 0), (2, 1)):
+            data, value = pool.read(layer, block)
+            assert slice_hash(data) == value
+            assert any(data)
+            pool.write(layer, copy, data, value)
+
+    for layer in all_layers:
+        land(layer)
+    loaded = engine.load()
+    assert loaded is not None
+    await loaded
+    suffix = SequenceStep(array("i", PROMPT[32:]).tobytes(), 32, (0, 1, 4), SampleSpec())
+    assert (await engine.run(Step(first_step + 1, (suffix,)))).sampled == expected
+    gated = asyncio.ensure_future(engine.run(Step(first_step + 2, (suffix,), gated=True)))
+    await asyncio.sleep(0)
+    for layer in all_layers:
+        land(layer)
+        engine.open_gate(first_step + 2, layer)
+    assert (await gated).sampled == expected
+    # A part-filled block comes when it is asked for.
+    before = [bytes(pool.slice(layer, 4)) for layer in all_layers]
+    await engine.fetch((4,))
+    came = [bytes(pool.slice(layer, 4)) != before[layer] for layer in all_layers]
+    assert came == [pool.parts[-1].layer_begin <= layer for layer in all_layers]
+
+
+@pytest.mark.parametrize(
+    "secure", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="tls")]
+)
+async def test_tokens_are_those_of_one_process(checkpoint: Path, tmp_path: Path, secure: bool) -> None:
+    """A prompt in two chunks, both in flight, then a token a step."""
+    expected = await asyncio.to_thread(greedy, checkpoint, PROMPT, 6)
+    certificates = security(tmp_path) if secure else None
+    async with (
+        stages_listener(security=certificates) as listener,
+        host(listener.address, checkpoint, security=certificates),
+        leading(spec(checkpoint, stages=2), listener) as engine,
+    ):
+        assert await generate(engine, 10, PROMPT, TABLE, 6) == expected
+        await check_kv(engine, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "hosts", "ranks"), [(3, 2, 1), (2, 1, 2)])
+async def test_several_hosts_and_ranks(checkpoint: Path, stages: int, hosts: int, ranks: int) -> None:
+    expected = await asyncio.to_thread(greedy, checkpoint, PROMPT, 6)
+    async with AsyncExitStack() as stack:
+        listener = await stack.enter_async_context(stages_listener(count=hosts))
+        for rank in range(1, hosts + 1):
+            await stack.enter_async_context(host(listener.address, checkpoint, node_rank=rank))
+        asked = spec(checkpoint, stages=stages, ranks=ranks, measure=True)
+        engine = await stack.enter_async_context(leading(asked, listener))
+        assert await generate(engine, 1000, PROMPT, TABLE, 6) == expected
+        if hosts == 1:
+            await check_kv(engine, 1100)
