@@ -157,7 +157,7 @@ def title(launch: Launch) -> tuple[str, str, str, str]:
     if launch.name == "join_parts":
         return launch.name, _WHICH[named["WHICH"]], "", f"{named['ROWS']}, {named['num_warps']} warps"
     constants = [f"{name.lower()} {value}" for name, value in named.items() if name.startswith(_SIZES)]
-    residual = ["residual"] * (launch.name == "_rms_norm" and launch.arguments[1] is not None)
+    residual = ["residual"] * (launch.name == "_norm" and launch.arguments[1] is not None)
     return launch.name.removeprefix("_"), "", "", ", ".join(constants + residual)
 
 
