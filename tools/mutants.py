@@ -166,6 +166,10 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "moonpool.base.kv_transfer.slice_bitmap: run.head_begin - self._heads.start"
     " -> (run.head_begin + self._heads.start)": ("all bits of a cell move by the same number of places"),
+    "moonpool.base.checkpoint.template_sandbox: summed.set_environment(node.environment) -> pass": (
+        "the compiler computes constants with its own environment"
+    ),
+    "moonpool.base.native.build: 24 -> 25": "a folder's name has enough of the hash either way",
     "moonpool.kvstore.core.read_leases: len(held) < len(keys) -> (len(held) <= len(keys))": (
         "if all blocks are in DRAM none comes from SSD, so nothing is evicted whether they are held or not"
     ),

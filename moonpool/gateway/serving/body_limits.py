@@ -20,8 +20,8 @@ MAX_PACED = 1024
 class BodyMemory:
     """The memory that all requests in progress may take: bodies, and log probabilities of answers that are sent whole.
 
-    A tenant may take as much as is still free, so that one tenant gets at most half of the memory, and a later tenant
-    finds some.
+    A tenant may take as much as is free afterwards, so that one tenant gets at most half of the memory, and a later
+    tenant finds some.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -44,7 +44,7 @@ class BodyMemory:
         def take(num_bytes: int) -> None:
             nonlocal taken
             wanted = num_bytes * BODY_COPIES
-            if self._held[tenant] + wanted > self._most_bytes - self.held_bytes:
+            if self._held[tenant] + wanted > self._most_bytes - (self.held_bytes + wanted):
                 raise Unavailable(
                     f"requests and log probabilities in progress take all of body_memory_bytes ({self._most_bytes})"
                 )

@@ -98,12 +98,14 @@ class BodyReader:
         """
         _check_content_type(request)
         _check_content_encoding(request)
-        if _content_length(request) > self.max_bytes:
+        told = _content_length(request)
+        if told > self.max_bytes:
             raise _body_too_large(self.max_bytes)
         take = request.scope[CLEANUP].enter_context(self.memory.hold(tenant))
+        take(told)  # before the first byte: bytes that wait to be read take memory, too
         try:
             async with asyncio.timeout(self.timeout_s):
-                raw = await self._read_raw(request, tenant, take)
+                raw = await self._read_raw(request, tenant, take, told)
         except TimeoutError:
             message = f"the body did not arrive within {self.timeout_s:g} s"
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "timeout", message, close=True) from None
@@ -111,13 +113,15 @@ class BodyReader:
         body, warning = await work(lambda: _parse_body(cls, raw))
         return ParsedBody(body, warning, work)
 
-    async def _read_raw(self, request: Request, tenant: str, take: Callable[[int], None]) -> bytes:
+    async def _read_raw(self, request: Request, tenant: str, take: Callable[[int], None], taken: int) -> bytes:
         body, clock = bytearray(), asyncio.get_running_loop().time
         async for chunk in request.stream():
-            take(len(chunk))
             body += chunk
             if len(body) > self.max_bytes:
                 raise _body_too_large(self.max_bytes)
+            if len(body) > taken:
+                take(len(body) - taken)
+                taken = len(body)
             wait_s = self.pace.wait_s(tenant, len(chunk), clock())
             if wait_s > 0.0 and len(body) > UNCHECKED_BYTES:  # small bodies do not wait behind large ones
                 await asyncio.sleep(wait_s)  # the connection is not read meanwhile

@@ -29,8 +29,8 @@ from moonpool.gateway.endpoints.tokenization import DetokenizeBody
 from moonpool.gateway.responses.body import ResponsesBody
 from moonpool.gateway.service import body_memory
 from moonpool.gateway.serving.body import Body, validate_body
-from moonpool.gateway.serving.body_limits import MAX_PACED, BodyMemory, BodyPace
-from moonpool.gateway.serving.body_reader import CLEANUP, BodyReader
+from moonpool.gateway.serving.body_limits import BODY_COPIES, MAX_PACED, BodyMemory, BodyPace
+from moonpool.gateway.serving.body_reader import CLEANUP, BodyReader, ParsedBody
 from tests.examples import examples
 from tests.unit.gateway.test_client_disconnect import Holding
 
@@ -166,6 +166,37 @@ async def test_all_that_costs_as_much_as_a_large_body_is_done_on_the_thread(*, l
     assert parsed.warning == {"warning": '299 moonpool "ignored fields: odd"'}
     ignored, thread, work = where
     assert (ignored is thread, work is thread) == (large, large)
+
+
+async def test_a_body_for_which_there_is_no_memory_is_refused_before_it_is_read() -> None:
+    """By the length that the client has told; the bytes of a body without a length count as they come."""
+    come = list[str]()
+
+    async def ask(reader: BodyReader, told: dict[str, str], cleanup: ExitStack) -> ParsedBody[DetokenizeBody]:
+        async def receive() -> dict[str, Any]:
+            come.append("piece")
+            return {"type": "http.request", "body": b'{"tokens": [1]}', "more_body": False}
+
+        headers = {"content-type": "application/json", **told}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        request = Request({"type": "http", "headers": raw, CLEANUP: cleanup}, receive)
+        return await reader.read(request, DetokenizeBody, "ann")
+
+    with ThreadPoolExecutor(1) as threads:
+        memory = BodyMemory(8000 * BODY_COPIES)
+        reader = BodyReader(1 << 17, 30.0, memory, TenantTurns(threads), BodyPace())
+        with ExitStack() as cleanup:
+            assert (await ask(reader, {"content-length": "4000"}, cleanup)).body.tokens == [1]
+            with pytest.raises(Unavailable, match="body_memory_bytes"):
+                await ask(reader, {"content-length": "15"}, cleanup)
+            assert come == ["piece"]
+            with pytest.raises(Unavailable, match="body_memory_bytes"):
+                await ask(reader, {}, cleanup)
+            assert memory.held_bytes == 4000 * BODY_COPIES
+        assert memory.held_bytes == 0
+        with ExitStack() as cleanup:
+            await ask(reader, {}, cleanup)
+            assert memory.held_bytes == 15 * BODY_COPIES
 
 
 async def test_the_memory_of_a_body_is_held_until_its_answer_has_ended() -> None:

@@ -194,7 +194,7 @@ async def test_new_variables_of_a_template_are_tried_on_a_thread(tmp_path: Path)
 
 async def test_log_probabilities_of_whole_answers_take_the_memory_of_bodies(tmp_path: Path) -> None:
     """A stream takes none."""
-    tokens = (1 << 20) // BODY_COPIES // SCORE_BYTES // 3 - 10
+    tokens = (1 << 20) // 2 // BODY_COPIES // SCORE_BYTES // 3 - 10
     for more, stream, status in ((0, False, 200), (20, False, 503), (20, True, 200)):
         async with held_gateway(tmp_path, scoring(tokens + more), body_memory_bytes=1 << 20) as clients:
             body = json.dumps({"messages": TURNS, "logprobs": True, "top_logprobs": 2, "stream": stream}).encode()
