@@ -147,7 +147,9 @@ docs:  ## the pages of docs/ as a site in site/, links checked; installs mkdocs-
 	@test -x .site/bin/mkdocs || { $(PYTHON) -m venv .site && .site/bin/pip install -q mkdocs-material==9.8.2 mkdocs==1.6.1; }
 	NO_MKDOCS_2_WARNING=1 .site/bin/mkdocs build --strict
 
-release: dist  ## after dist: check versions and changelog, write notes, bill of materials and sums beside the wheels
+release: $(DEV_STAMP)  ## check versions and changelog, then dist, images where docker answers, notes, bill of materials and sums
+	$(BIN)/python -m tools.release --check
+	$(MAKE) dist
 	$(BIN)/python -m tools.release
 
 dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and try them in an empty environment (docs/install.md)

@@ -94,7 +94,7 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
     launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]
     kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
-    kernels += [(pointwise, name) for name in ("_rms_norm", "_rope", "_silu_mul")]
+    kernels += [(pointwise, name) for name in ("_norm", "_rope", "_silu_mul")]
     kernels += [(products, name) for name in ("_bytes_of_rows", "_packed_product")]
     kernels += [(experts, name) for name in ("_expert_product", "_add_weighted")]
     kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]

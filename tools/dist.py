@@ -189,11 +189,14 @@ def try_wheels(out: Path, model: str) -> None:
         given = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MOONPOOL_", "XDG_"))}
         bare = given | {"PATH": str(environment / "bin"), "HOME": str(home), "CXX": "/no/compiler"}
         total, said = 0.0, ""
-        for step in (
+        steps = [
             Step("pip install", [*pip, base, f"{moonpool}[engine]"], bare=False),
             Step(f"moonpool pull {model}", [command, "pull", model], counts=False),
             Step(f"moonpool run {model}", [command, "run", model, "The moon is"]),
-        ):
+        ]
+        if (folder := Path(model)).exists():  # without a network
+            steps[1:] = [Step(f"moonpool run {model}", [command, "run", folder.absolute(), "The moon is"])]
+        for step in steps:
             before = _processor_seconds()
             done = subprocess.run(
                 step.words, cwd=home, env=bare if step.bare else given, check=False, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Writes docs/kernel-resources.md: `python -m tools.gen_kernel_resources`. Tests compare the page with the compiler.
+"""Writes docs/measured/kernel-resources.md: `python -m tools.gen_kernel_resources`. Tests compare it with the compiler.
 
 Compiles every kernel for some models and for GPUs that may be absent, in some minutes of processor time.
 """
@@ -27,7 +27,7 @@ from moonpool.engine.kernels.triton.variants import (
 )
 from tools.compiled_kernels import AMPERE, HOPPER, Gpu, Launch, Resources, caught, compile_for, resources_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "kernel-resources.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measured" / "kernel-resources.md"
 GPUS = (HOPPER, AMPERE)
 STEP_TOKENS, LONGEST = 8192, 131_072
 HEAD = """# What the GPU kernels take
@@ -157,7 +157,7 @@ def title(launch: Launch) -> tuple[str, str, str, str]:
     if launch.name == "join_parts":
         return launch.name, _WHICH[named["WHICH"]], "", f"{named['ROWS']}, {named['num_warps']} warps"
     constants = [f"{name.lower()} {value}" for name, value in named.items() if name.startswith(_SIZES)]
-    residual = ["residual"] * (launch.name == "_rms_norm" and launch.arguments[1] is not None)
+    residual = ["residual"] * (launch.name == "_norm" and launch.arguments[1] is not None)
     return launch.name.removeprefix("_"), "", "", ", ".join(constants + residual)
 
 
@@ -186,7 +186,7 @@ def table(shape: Shape, gpus: Sequence[Gpu] = GPUS) -> dict[Row, list[tuple[int,
 
 
 def page() -> str:
-    """The text of docs/kernel-resources.md."""
+    """The text of docs/measured/kernel-resources.md."""
     gpus = " and ".join(gpu.name for gpu in GPUS)
     limits = " and ".join(f"{gpu.limits.shared_bytes >> 10} ({gpu.name})" for gpu in GPUS)
     version = f"Triton {importlib.metadata.version('triton')}"

@@ -1,15 +1,16 @@
-"""Makes a release of what lies in `dist/`: `make release`, which builds the wheels first.
+"""Makes a release of what lies in `dist/`: `make release`, which checks the tree first and then builds the wheels.
 
 Checks that the tree is what the release says: every distribution and the changelog have the version, nothing is
 uncommitted. Then writes beside the wheels `notes.md` (the version's changelog), `sbom.cdx.json` (the packages of
-requirements.lock, as they are installed here) and `SHA256SUMS`. A tag is left to people: the last line says the
-command.
+requirements.lock, as they are installed here), `images.txt` (the images, if a docker engine answers) and `SHA256SUMS`.
+A tag is left to people: the last line says the command.
 """
 
 import argparse
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,9 @@ from pathlib import Path
 from tools.dist import DIST, DISTRIBUTIONS, ROOT
 from tools.sbom import bill, canonical
 
-SUMS, NOTES, BILL = "SHA256SUMS", "notes.md", "sbom.cdx.json"
+SUMS, NOTES, BILL, IMAGES = "SHA256SUMS", "notes.md", "sbom.cdx.json", "images.txt"
+TARGETS = ("light", "engine", "engine-cuda")
+"""Images of deploy/Containerfile."""
 
 
 def versions(root: Path = ROOT) -> dict[str, str]:
@@ -41,8 +44,8 @@ def notes(changelog: str, version: str) -> str:
     return part[1].strip() + "\n" if part is not None else ""
 
 
-def complaints(version: str, root: Path = ROOT, dist: Path = DIST) -> list[str]:
-    """Why this tree and these wheels are no release of a version."""
+def complaints(version: str, root: Path = ROOT) -> list[str]:
+    """Why this tree is no release of a version."""
     found = [f"{where} is {other}, not {version}" for where, other in versions(root).items() if other != version]
     changelog = (root / "CHANGELOG.md").read_text()
     if not notes(changelog, version).strip():
@@ -52,6 +55,12 @@ def complaints(version: str, root: Path = ROOT, dist: Path = DIST) -> list[str]:
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
     if changed.stdout:
         found.append(f"not committed: {', '.join(line[3:] for line in changed.stdout.splitlines()[:5])}")
+    return found
+
+
+def missing(version: str, dist: Path = DIST) -> list[str]:
+    """Why these wheels are no release of a version."""
+    found = []
     names = [path.name for path in sorted(dist.glob("*.whl"))]
     for name in DISTRIBUTIONS:
         if not any(wheel.startswith(f"{name.replace('-', '_')}-{version}-") for wheel in names):
@@ -72,21 +81,52 @@ def write(version: str, root: Path = ROOT, dist: Path = DIST) -> list[Path]:
     (dist / NOTES).write_text(notes((root / "CHANGELOG.md").read_text(), version))
     (dist / BILL).write_text(json.dumps(bill(released(root)), indent=1) + "\n")
     files = [*sorted(dist.glob("*.whl")), dist / BILL, dist / NOTES]
+    files += [path for path in (dist / IMAGES,) if path.exists()]
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (dist / SUMS).write_text("".join(sums))
     return [*files, dist / SUMS]
+
+
+def build_images(version: str, root: Path = ROOT, dist: Path = DIST) -> str:
+    """Build the images, and write the id of each beside the wheels; return what is to be told.
+
+    Raises:
+        CalledProcessError: an image cannot be built.
+    """
+    (dist / IMAGES).unlink(missing_ok=True)
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "info"], capture_output=True, check=False).returncode:
+        return f"not built, as no docker engine answers: images {', '.join(TARGETS)}"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
+    built = []
+    for target in TARGETS:
+        name = f"moonpool-{target}:{version}"
+        how = ["--file", "deploy/Containerfile", "--target", target, "--build-arg", f"COMMIT={commit.strip()}"]
+        subprocess.run([docker, "build", *how, "--tag", name, "."], cwd=root, check=True)
+        told = subprocess.run(
+            [docker, "image", "inspect", "--format", "{{.Id}}", name], capture_output=True, check=True
+        )
+        built.append(f"{name} {told.stdout.decode().strip()}\n")
+    (dist / IMAGES).write_text("".join(built))
+    return f"images: {', '.join(TARGETS)}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if the release is ready."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", default=versions()["moonpool: version"], help="default: that of pyproject.toml")
-    version = parser.parse_args(argv).version
-    if found := complaints(version):
+    parser.add_argument("--check", action="store_true", help="check the tree alone, before wheels are built")
+    options = parser.parse_args(argv)
+    version = options.version
+    if found := complaints(version) + ([] if options.check else missing(version)):
         print(*found, sep="\n", file=sys.stderr)
         return 1
+    if options.check:
+        return 0
+    told = build_images(version)
     for path in write(version):
         print(f"{path.stat().st_size:>12,}  {path.relative_to(ROOT)}")
+    print(told)
     print(f"then: git tag -s v{version} -F {DIST.name}/{NOTES}")
     return 0
 

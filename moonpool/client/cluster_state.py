@@ -162,7 +162,7 @@ class PoolInfo:
         pressure: offered work as a share of what these can do within the limits; 1 = full.
         backlog_s: mean predicted seconds until the prompts that wait are computed (prefill).
         free_share: share of the KV blocks that hold nothing that a request needs (decode).
-        wanted: instances at which the pressure would be 0.8; at least 1.
+        wanted: instances at which the pressure would be 0.8, of prefill 1 if TTFT limits are above 10 s; at least 1.
     """
 
     kind: str

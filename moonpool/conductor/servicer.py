@@ -528,7 +528,8 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     ),
     Metric(
         "prefill_wanted",
-        "Prefill instances at which the pressure would be 0.8, at least 1; average over a minute, and round up.",
+        "Prefill instances at which the pressure would be 0.8 (1 if requests have TTFT limits above 10 s), at least 1; "
+        "average over a minute, and round up.",
         lambda conductor: conductor.demands()[0].wanted,
     ),
     Metric(

@@ -2721,7 +2721,7 @@ class PoolDemand(_message.Message):
     free_share: _builtins.float
     """Share of the KV blocks that hold nothing that a request needs (decode)."""
     wanted: _builtins.float
-    """Instances at which the pressure would be 0.8; at least 1."""
+    """Instances at which the pressure would be 0.8, of prefill 1 if TTFT limits are above 10 s; at least 1."""
     def __init__(
         self,
         *,

@@ -241,9 +241,9 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def vllm(
-    folder: Path, blocks: int, transfer: dict[str, Any] | None = None, *, port: int = 0
+    folder: Path, blocks: int, transfer: dict[str, Any] | None = None, *, port: int = 0, model: Path = TINY
 ) -> AsyncIterator[Vllm]:
-    """A vLLM with so many KV blocks; `transfer` is its --kv-transfer-config."""
+    """A vLLM with so many KV blocks; `transfer` is its --kv-transfer-config. It keeps no pictures of its own."""
     os.makedirs(folder, exist_ok=True)
     port = port or free_port()
     events = {
@@ -251,10 +251,10 @@ async def vllm(
         "endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replays",
     }  # fmt: skip
     flags = {
-        "model": TINY, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32",
+        "model": model, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32",
         "block-size": BLOCK_SIZE, "num-gpu-blocks-override": blocks, "kv-cache-memory-bytes": 1 << 26,
         "max-model-len": MAX_TOKENS, "max-num-seqs": 4, "max-num-batched-tokens": 1024,
-        "kv-events-config": json.dumps(events),
+        "kv-events-config": json.dumps(events), "mm-processor-cache-gb": 0,
     }  # fmt: skip
     if transfer is not None:
         flags["kv-transfer-config"] = json.dumps(transfer)

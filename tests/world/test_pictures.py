@@ -7,6 +7,7 @@ import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, InvalidRequest, Message, MessagePart, Picture, SamplingParams
 from tests.pictures import PictureReference, add_weights, patch_model, picture_file, picture_model, square_model
+from tests.unit.engine.models.test_mmproj import converted
 from tests.world.cluster import Cluster, Simulation
 from tests.world.process import in_new_process
 
@@ -44,10 +45,20 @@ def check(reference: PictureReference, messages: list[Message], result: Generate
             assert abs(token.logprob - float(right)) < ERROR
 
 
-async def check_answers(simulation: Simulation, folder: Path, chunk: int = 64, further: tuple[str, ...] = ()) -> None:
-    """Chunks of so many tokens, guesses, and sequences that are given up and computed again."""
+async def check_answers(
+    simulation: Simulation,
+    folder: Path,
+    chunk: int = 64,
+    further: tuple[str, ...] = (),
+    *,
+    checkpoint: Path | None = None,
+) -> None:
+    """Chunks of so many tokens, guesses, and sequences that are given up and computed again.
+
+    `checkpoint`: what is served, if it is not the folder itself.
+    """
     flags = FLAGS | {"prefill": [*SIZE, "--max-num-batched-tokens", str(chunk), *further]}
-    reference, cluster = PictureReference(folder), Cluster(simulation, {}, flags, checkpoint=folder)
+    reference, cluster = PictureReference(folder), Cluster(simulation, {}, flags, checkpoint=checkpoint or folder)
     await cluster.start()
     cat, dog = picture(40, 30, 1), picture(40, 30, 2)
     async with AsyncClient(cluster.addresses) as client:
@@ -98,6 +109,20 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_weights(patch_model(tmp_path_factory.mktemp("model") / "tiny-qwen"))
+
+
+@pytest.fixture(scope="module")
+def file(squares: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patches:
+        return converted(squares, squares.with_name("files"), "Idefics3", patches).parent
+
+
+@pytest.mark.slow
+@in_new_process
+async def test_answers_of_a_gguf_file_with_its_part_for_pictures(
+    simulation: Simulation, squares: Path, file: Path
+) -> None:
+    await check_answers(simulation, squares, checkpoint=file)
 
 
 @pytest.mark.slow

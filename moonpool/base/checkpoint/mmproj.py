@@ -35,26 +35,7 @@ def mmproj_of(model: Path) -> GgufFile:
         CheckpointError: there is none, or several are for this model; or a file is damaged.
         UnsupportedModel: no part is for this kind of model, or the encoder is not built; names the key.
     """
-    files = [GgufFile.read(path) for path in sorted(model.parent.glob(f"*{GGUF_SUFFIX}")) if is_mmproj(path)]
-    if not files:
-        raise CheckpointError(NO_ENCODER)
-    metadata = GgufFile.read(model).metadata
-    architecture = metadata.get("general.architecture")
-    width = metadata.get(f"{architecture}.embedding_length")
-    fitting = [file for file in files if _projected(file) == width]
-    if not fitting:
-        first = files[0]
-        why = f"{first.path.name} makes rows of {_projected(first)}, the model takes {width}"
-        raise UnsupportedModel("clip.vision.projection_dim", why)
-    if len(fitting) > 1:
-        names = ", ".join(file.path.name for file in fitting)
-        raise CheckpointError(f"{model.parent}: several parts for pictures are for {model.name}: {names}; leave one")
-    projector = fitting[0].metadata.get("clip.projector_type")
-    known = _PROJECTORS.get(str(projector))
-    if known is None or architecture not in known[0]:
-        built = ", ".join(f"{name} for {' and '.join(names)}" for name, (names, _) in _PROJECTORS.items())
-        raise UnsupportedModel("clip.projector_type", f"{projector!r} for {architecture} is not built; {built} are")
-    return fitting[0]
+    return _fitting(model)[0]
 
 
 def mmproj_settings(model: Path) -> PictureSettings:
@@ -64,11 +45,39 @@ def mmproj_settings(model: Path) -> PictureSettings:
         CheckpointError: as `mmproj_of`; or a key is missing or malformed.
         UnsupportedModel: as `mmproj_of`.
     """
-    file = mmproj_of(model)
-    _, read = _PROJECTORS[str(file.metadata["clip.projector_type"])]
-    config, processor = read(_Fields(file, GgufFile.read(model)))
+    file, whole = _fitting(model)
+    _, read = _PROJECTORS[_projector(file)]
+    config, processor = read(_Fields(file, whole))
     status = file.path.stat()
     return PictureSettings(config, processor, _content_hash(file.path, status.st_size, status.st_mtime_ns))
+
+
+def _fitting(model: Path) -> tuple[GgufFile, GgufFile]:
+    """Return the part for pictures, and the model; raises as `mmproj_of`."""
+    files = [GgufFile.read(path) for path in sorted(model.parent.glob(f"*{GGUF_SUFFIX}")) if is_mmproj(path)]
+    if not files:
+        raise CheckpointError(NO_ENCODER)
+    whole = GgufFile.read(model)
+    architecture = whole.metadata.get("general.architecture")
+    width = whole.metadata.get(f"{architecture}.embedding_length")
+    fitting = [file for file in files if _projected(file) == width]
+    if not fitting:
+        first = files[0]
+        why = f"{first.path.name} makes rows of {_projected(first)}, the model takes {width}"
+        raise UnsupportedModel("clip.vision.projection_dim", why)
+    if len(fitting) > 1:
+        names = ", ".join(file.path.name for file in fitting)
+        raise CheckpointError(f"{model.parent}: several parts for pictures are for {model.name}: {names}; leave one")
+    projector = _projector(fitting[0])
+    if projector not in _PROJECTORS or architecture not in _PROJECTORS[projector][0]:
+        built = ", ".join(f"{name} for {' and '.join(names)}" for name, (names, _) in _PROJECTORS.items())
+        raise UnsupportedModel("clip.projector_type", f"{projector!r} for {architecture} is not built; {built} are")
+    return fitting[0], whole
+
+
+def _projector(file: GgufFile) -> str:
+    """Return the kind of encoder; files that also have one of sound name each under a key of its own."""
+    return str(file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type"))
 
 
 def mmproj_elements(model: Path) -> int:
@@ -185,7 +194,7 @@ def _qwen2(found: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     inner, hidden, layers = (sizes[name] for name in ("intermediate_size", "hidden_size", "num_hidden_layers"))
     vision = {"embed_dim": hidden, "hidden_size": found.width, "mlp_ratio": inner // hidden}
     kind = "qwen2_vl"
-    if found.file.metadata["clip.projector_type"] == "qwen2.5vl_merger":
+    if _projector(found.file) == "qwen2.5vl_merger":
         every, kind = found.positive("n_wa_pattern"), "qwen2_5_vl"
         vision = {
             "hidden_size": hidden,

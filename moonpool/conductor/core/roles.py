@@ -170,10 +170,13 @@ class RoleBalancer:
         pool = [prefill for prefill in self.prefills if not _stands_apart(prefill)]
         return fmean([self.busy(instance, now) for instance in pool]) if pool else 0.0
 
-    def busy(self, instance: PrefillInstanceState, now: float) -> float:
-        """Return the pressure of one instance by the prompts there; 1 = computes all the time."""
+    def busy(self, instance: PrefillInstanceState, now: float, limit_s: float | None = None) -> float:
+        """Return the pressure of one instance by the prompts there; 1 = computes all the time.
+
+        As much again is a queue of `limit_s` seconds; None = of those of the settings.
+        """
         waiting_s = max(0.0, instance.free_at - now)
-        return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
+        return 0.0 if not waiting_s else 1.0 + waiting_s / (limit_s or self.limits.ttft_s)
 
     def _decode_pressure(self) -> float:
         pool = [decode for decode in self.decodes if not _stands_apart(decode)]

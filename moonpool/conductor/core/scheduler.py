@@ -88,6 +88,8 @@ from moonpool.conductor.core.tenant_counts import TenantCounts
 from moonpool.conductor.core.tenant_ledger import TenantLedger
 from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
 
+USUAL_SHARE = 0.05
+"""A request's share in the running mean of TTFT limits."""
 MAX_CANDIDATES = 4
 """Decode instances asked for memory for one placement."""
 MAX_MOVING = 4
@@ -121,6 +123,7 @@ class RequestScheduler:
         memory_queue: requests that wait for decode memory.
         slo_queue: requests that wait for a placement within their SLO.
         waiting_for_instance: requests that wait for an instance to join.
+        usual_ttft_s: running mean of the requests' TTFT limits; None = none has had a limit.
     """
 
     def __init__(self, limits: SchedulerLimits, cluster: ClusterView) -> None:
@@ -140,6 +143,7 @@ class RequestScheduler:
         self._shares = FairShares()
         self.memory_queue = DecodeMemoryQueue(self._shares, self.ledger)
         self.slo_queue = SloQueue(self._shares, self._timers, limits.max_queued, limits.max_queued_bytes)
+        self.usual_ttft_s: float | None = None
         self._endpoint_claims: dict[int, int] = {}  # of proxies' requests, by number
         self._calls = AttemptCalls(cluster, self._timers, self._actions, limits.reserve_timeout_s, self._gate)
 
@@ -216,6 +220,9 @@ class RequestScheduler:
         if spec.resumed is not None:
             request.tokens, request.recovering = spec.resumed.tokens, True
         self._timers.set((TimerKind.DEADLINE, spec.number), spec.deadline)
+        if (limit_s := spec.slo.ttft_s) is not None:
+            before_s = limit_s if self.usual_ttft_s is None else self.usual_ttft_s
+            self.usual_ttft_s = before_s + USUAL_SHARE * (limit_s - before_s)
         if refusal is not None:
             self._fail(now, request, refusal, refused=True)
         elif not self._take_over(now, request):

@@ -17,7 +17,7 @@ from moonpool.engine.kernels.experts import ExpertMatrices
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.packed import PackedTensor
 
-__all__ = ["add_weighted", "expert_linear", "packed_linear", "rms_norm", "rope", "silu_mul"]
+__all__ = ["add_weighted", "expert_linear", "norm", "packed_linear", "rms_norm", "rope", "silu_mul"]
 
 
 def rms_norm(
@@ -40,6 +40,42 @@ def rms_norm(
         expect("residual", residual, x.shape, x.dtype, x.device)
     out = _result(out, x.shape, x)
     _implementation("rms_norm", x).rms_norm(x, residual, weight, eps, out)
+    return out
+
+
+def norm(
+    x: Tensor,  # [T, ..., n]
+    weight: Tensor | None,  # [n], or [heads, n] of x [T, heads, n]; float32
+    bias: Tensor | None,  # [n] float32
+    eps: float,
+    *,
+    centred: bool,
+    wide: bool,
+    residual: Tensor | None = None,  # [T, n], contiguous
+    out: Tensor | None = None,  # as x, each row dense
+) -> Tensor:
+    """Return the norm of x; see `moonpool.engine.kernels.reference.norm`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
+    """
+    if residual is not None:
+        expect("residual", residual, x.shape, x.dtype, x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    elif out.shape != x.shape or out.dtype != x.dtype:
+        raise ValueError(f"out: must be {list(x.shape)} {x.dtype}, not {list(out.shape)} {out.dtype}")
+    if choose("norm", x.device, x.dtype) == "triton":
+        from moonpool.engine.kernels.triton import ops
+
+        rows = x if x.stride(-1) == 1 else x.contiguous()
+        if x.dim() != 3:
+            rows, result = rows.reshape(-1, 1, x.shape[-1]), out.view(-1, 1, x.shape[-1])
+        else:
+            result = out
+        ops.norm(rows, residual, weight, bias, eps, result, centred=centred, wide=wide)
+    else:
+        reference.norm(x, residual, weight, bias, eps, out, centred=centred, wide=wide)
     return out
 
 

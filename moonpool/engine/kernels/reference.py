@@ -148,6 +148,35 @@ def rms_norm(
     out.copy_(normed * weight)
 
 
+def norm(
+    x: Tensor,  # [T, ..., n]
+    residual: Tensor | None,  # alike, contiguous
+    weight: Tensor | None,  # [n], or [heads, n] of x [T, heads, n]; float32
+    bias: Tensor | None,  # [n] float32
+    eps: float,
+    out: Tensor,  # [T, ..., n]
+    *,
+    centred: bool,
+    wide: bool,
+) -> None:
+    """Write the RMS norm of x, or, if `centred`, the layer norm; with `residual`, that becomes x + residual first.
+
+    `wide`: the weight multiplies before the result is rounded to x's type, instead of after; so does a layer norm's.
+    """
+    if residual is not None:
+        x = residual.add_(x)
+    shape, values = x.shape[-1:], x.float()
+    inner = None if weight is None or weight.dim() > 1 or not wide else weight
+    normed = (
+        functional.layer_norm(values, shape, inner, bias, eps)
+        if centred
+        else functional.rms_norm(values, shape, inner, eps)
+    )
+    if weight is not None and inner is None:
+        normed = normed * weight if wide else normed.to(x.dtype) * weight.to(x.dtype)
+    out.copy_(normed)
+
+
 def rope(
     x: Tensor,  # [T, heads, D], rows dense, stride(0) free
     cos: Tensor,  # [T, D], x's type

@@ -40,26 +40,17 @@ class Norm:
         """Memory of the weights, bytes."""
         return sum(part.nbytes for part in (self.weight, self._bias) if part is not None)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the norm of `x` [T, ..., n]; with `residual`, `residual` becomes x + residual first and is normed."""
-        if self._plain and x.dim() == 2:
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Return the norm of `x` [T, ..., n]; with `residual`, `residual` becomes x + residual first and is normed.
+
+        `out`: where the result lies, with dense rows; None: anywhere.
+        """
+        if self._plain and x.dim() == 2 and out is None:
             assert self.weight is not None
             return ops.rms_norm(x, self.weight, self.spec.eps, residual=residual)
-        if residual is not None:
-            x = residual.add_(x)
-        shape, eps = (x.shape[-1],), self.spec.eps
-        by_head = self._wide is not None and self._wide.dim() > 1
-        weight = None if by_head else self._wide
-        if self.spec.kind == "layer":
-            normed = functional.layer_norm(x.float(), shape, weight, self._wide_bias, eps)
-        elif self.spec.wide or self._wide is None:
-            normed = functional.rms_norm(x.float(), shape, weight, eps)
-        else:
-            return functional.rms_norm(x.float(), shape, None, eps).to(x.dtype) * self._wide.to(x.dtype)
-        if by_head:
-            assert self._wide is not None
-            normed = normed * self._wide
-        return normed.to(x.dtype)
+        centred = self.spec.kind == "layer"
+        wide, weights = centred or self.spec.wide, (self._wide, self._wide_bias)
+        return ops.norm(x, *weights, self.spec.eps, centred=centred, wide=wide, residual=residual, out=out)
 
     def with_mean_square(self, x: Tensor, mean: Tensor) -> Tensor:
         """Return the RMS norm of `x` [T, n], a part of vectors whose elements' squares have the mean `mean` [T, 1].

@@ -646,17 +646,19 @@ def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, ra
         return qk
     if ranks is not None and spec.qk_norm_over == "all":
         return _normed_over_ranks(weights, spec, qk, ranks)
-    parts = []
-    for part, norm in ((qk[:, : spec.num_heads], weights.q_norm), (qk[:, spec.num_heads :], weights.k_norm)):
+    norms = ((slice(spec.num_heads), weights.q_norm), (slice(spec.num_heads, qk.shape[1]), weights.k_norm))
+    found = torch.empty(qk.shape if weights.k_norm else qk[:, : spec.num_heads].shape, dtype=qk.dtype, device=qk.device)
+    for heads, norm in norms:
         if norm is None:  # keys are another layer's
             continue
+        part, out = qk[:, heads], found[:, heads]
         if spec.qk_norm_over == "all":
-            parts.append(norm(part.flatten(1)).view(part.shape))
-        elif spec.qk_norm_over == "heads":
-            parts.append(norm(part))
+            out.copy_(norm(part.flatten(1)).view(part.shape))
+        elif spec.qk_norm_over != "heads" and choice.choose("norm", qk.device, qk.dtype) != "triton":
+            out.copy_(norm(part.reshape(-1, spec.head_dim)).view(part.shape))
         else:
-            parts.append(norm(part.reshape(-1, spec.head_dim)).view(part.shape))
-    return torch.cat(parts, dim=1)
+            norm(part, out=out)
+    return found
 
 
 def _normed_over_ranks(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, ranks: Ranks) -> Tensor:

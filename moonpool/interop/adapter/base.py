@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.interop.kv_events.stream import EventSource
@@ -40,6 +41,7 @@ class EngineFacts:
         unsupported: sampling options that are not passed to the engine (`refused_options`).
         page_namespace: namespace of the KV that the engine keeps in kvstores; b"" = none, or not known yet.
         loras: folders of the LoRA adapters that the engine serves, by name.
+        pictures: whether the engine computes pictures in prompts of token ids.
     """
 
     version: str
@@ -51,6 +53,7 @@ class EngineFacts:
     unsupported: tuple[str, ...]
     page_namespace: bytes = b""
     loras: Mapping[str, str] = field(default_factory=dict)
+    pictures: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class EnginePrompt:
         lora: the engine's name of the LoRA adapter that computes; "" = the base model.
         rank: data-parallel rank that holds most of the prompt; negative = any.
         timed: the engine is timed, and its tokens do not matter.
+        media: pictures among the tokens, with their files.
     """
 
     request_id: str
@@ -89,6 +93,7 @@ class EnginePrompt:
     transfer: Mapping[str, Any] | None = None
     lora: str = ""
     timed: bool = False
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,7 @@ class EnginePart:
             keep,
             transfer,
             self.lora,
+            media=incoming.media,
         )
 
 

@@ -81,8 +81,8 @@ class EngineHttp:
         except _LOST as error:
             raise self.lost(error) from error
 
-    async def post_json(self, path: str, body: object) -> Any:
-        """The whole answer to a request.
+    async def post_json(self, path: str, body: object, most_bytes: int = 0) -> Any:
+        """The whole answer to a request, of at most so many bytes; 0: `ANSWER_BYTES`.
 
         Raises:
             Unavailable: the engine is lost, or cannot go on.
@@ -90,7 +90,7 @@ class EngineHttp:
         """
         try:
             async with self._client.post(self.url + path, json=body, allow_redirects=False) as response:
-                content = await _whole(response)
+                content = await _whole(response, most_bytes)
                 if response.status != 200:
                     raise self._refusal(response.status, content)
                 return msgspec.json.decode(content)
@@ -131,13 +131,13 @@ class EngineHttp:
         return Unavailable(f"{self.name} answers {status}: {told[:REASON_CHARS]}")
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
+async def _whole(response: aiohttp.ClientResponse, most_bytes: int = 0) -> bytes:
     """An answer's body. Raises ValueError if the body is too long."""
-    content = bytearray()
+    content, most_bytes = bytearray(), most_bytes or ANSWER_BYTES
     async for piece in response.content.iter_any():
         content += piece
-        if len(content) > ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {ANSWER_BYTES} bytes")
+        if len(content) > most_bytes:
+            raise ValueError(f"an answer of more than {most_bytes} bytes")
     return bytes(content)
 
 

@@ -21,10 +21,13 @@ from moonpool.base.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.base.checkpoint.picture_rule import read_rule
+from moonpool.base.checkpoint.tokenizer import Tokenizer
 from moonpool.base.cluster.proto_conversion import read_deletions, speeds_to_proto
 from moonpool.base.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
 from moonpool.base.kv.keys import BlockKey, chain_root, namespace
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.pictures.base import PictureRule
 from moonpool.base.sampling_params import LORA
 from moonpool.base.scheduling.latency import prefill_seconds
 from moonpool.base.scheduling.speed_tracker import SpeedTracker
@@ -59,13 +62,17 @@ class ServedCheckpoint:
     config: ModelConfig
     dtype: str
     fingerprint: bytes
+    pictures: PictureRule | str = "not looked at"
+    """What the model makes of pictures; a text says why there is no rule."""
 
     @classmethod
     def load(cls, config: AdapterConfig) -> "ServedCheckpoint":
         """Read the checkpoint; blocks for as long as hashing the weights takes. Raises CheckpointError."""
         folder: Path = resolve(config.model)
         model = load_config(folder)
-        return cls(model_name(config.model), model, resolve_dtype(model, config.dtype), weights_fingerprint(folder))
+        dtype, fingerprint = resolve_dtype(model, config.dtype), weights_fingerprint(folder)
+        pictures = read_rule(folder, lambda: Tokenizer.load(folder))
+        return cls(model_name(config.model), model, dtype, fingerprint, pictures)
 
     def layout(self, block_size: int) -> KVLayout:
         """Arrangement of its KV in blocks of so many tokens."""
@@ -182,13 +189,19 @@ class EngineLife:
 
     def incoming(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
         """A checked request. Raises InvalidRequest, also for options that the engine does not have."""
+        rule = self._checkpoint.pictures
+        # KV of a pair and of kvstores is named by tokens alone.
+        alone = self._config.role == "both" and not self._config.kvstores
         incoming = IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,
             block_size=self.facts.block_size,
             vocab_size=self._checkpoint.config.vocab_size,
             max_tokens=self.facts.max_tokens,
+            takes_media=self.facts.pictures and alone and not isinstance(rule, str),
         )
+        if incoming.media and not isinstance(rule, str):
+            incoming = incoming.with_checked_pictures(rule)
         params = incoming.sampling.params
         for option in params.given:
             if option in self.unsupported:

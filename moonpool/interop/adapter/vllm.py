@@ -1,14 +1,16 @@
 """Speaks to vLLM: HTTP, token ids in and out (`/inference/v1/generate`, which `--enable-scale-out` opens)."""
 
+import base64
 import re
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.logprobs import Logprobs
 from moonpool.interop.adapter.base import (
     EngineClient,
@@ -22,6 +24,10 @@ from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 GENERATE = "/inference/v1/generate"
+RENDER = "/v1/chat/completions/render"
+"""Makes of a chat's pictures what `GENERATE` takes beside token ids."""
+MAX_RENDERED_BYTES = 256 << 20
+"""Of a rendered picture, and of those that are kept: pictures of earlier turns come again."""
 MAX_SEED = (1 << 63) - 1
 PASSED: Mapping[str, Callable[[Any], Any]] = {
     "temperature": float,
@@ -46,7 +52,8 @@ class VllmClient(EngineClient):
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
-        self._block_size = 1
+        self._block_size, self._model = 1, ""
+        self._rendered: dict[bytes, RenderedPicture] = {}  # by digest, the oldest first
 
     async def describe(self) -> EngineFacts:
         models = await self._http.get_json("/v1/models")
@@ -55,9 +62,10 @@ class VllmClient(EngineClient):
         cache = _labels(samples, "vllm:cache_config_info")
         if cache.get("enable_prefix_caching") == "False":
             raise ConfigError("engine", "vLLM runs without --enable-prefix-caching")
-        if GENERATE not in (await self._http.get_json("/openapi.json"))["paths"]:
+        paths = (await self._http.get_json("/openapi.json"))["paths"]
+        if GENERATE not in paths:
             raise ConfigError("engine", "vLLM runs without --enable-scale-out, which opens /inference/v1/generate")
-        self._block_size = int(cache["block_size"])
+        self._block_size, self._model = int(cache["block_size"]), str(models["data"][0]["id"])
         return EngineFacts(
             version=f"vllm {version}",
             life=_life(samples),
@@ -70,6 +78,7 @@ class VllmClient(EngineClient):
             page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
             if "moonpool_kv_info" in samples
             else b"",
+            pictures=RENDER in paths,
         )
 
     def _sources(self, told: Mapping[str, Mapping[str, Any]]) -> tuple[EventSource, ...]:
@@ -114,7 +123,7 @@ class VllmClient(EngineClient):
             return
         headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         finish, top = "", prompt.params.logprobs or 0
-        async for message in self._http.events(GENERATE, request_body(prompt), headers):
+        async for message in self._http.events(GENERATE, await self._body(prompt), headers):
             output = read_chunk(message, top)
             if output is not None:
                 finish = output.finish or finish
@@ -149,12 +158,54 @@ class VllmClient(EngineClient):
 
     async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
         """Compute a prompt that is kept: only whole answers tell where KV is."""
-        message = await self._http.post_json(GENERATE, request_body(prompt))
+        message = await self._http.post_json(GENERATE, await self._body(prompt))
         output = read_chunk(message, prompt.params.logprobs or 0)
         if output is None:
             raise Unavailable("vLLM gave no token")
         details = (message.get("usage") or {}).get("prompt_tokens_details") or {}
         return replace(output, cached_tokens=details.get("cached_tokens"), transfer=message.get("kv_transfer_params"))
+
+    async def _body(self, prompt: EnginePrompt) -> dict[str, Any]:
+        body = request_body(prompt)
+        return body if not prompt.media else body | {"features": await self._features(prompt)}
+
+    async def _features(self, prompt: EnginePrompt) -> dict[str, Any]:
+        """What vLLM takes of a prompt's pictures. Their hashes are Moonpool's digests, so that KV events tell these."""
+        places, data = list[dict[str, Any]](), list[str]()
+        media = prompt.media
+        for item in media:
+            rendered = self._rendered.pop(item.digest, None) or await self._render(item)
+            self._rendered[item.digest] = rendered
+            theirs, tokens = rendered.place["length"], item.end - item.begin
+            if theirs != tokens:
+                raise InvalidRequest("sequence.media", f"vLLM makes {theirs} tokens of a picture, not {tokens}")
+            if "is_embed" not in rendered.place and len(set(prompt.token_ids[item.begin : item.end])) > 1:
+                why = "vLLM's endpoint does not take pictures between whose rows this model has other tokens"
+                raise InvalidRequest("sequence.media", why)
+            places.append({**rendered.place, "offset": item.begin})
+            data.append(rendered.data)
+        held = sum([len(rendered.data) for rendered in self._rendered.values()])
+        for digest in list(self._rendered)[: -len(media)]:
+            if held <= MAX_RENDERED_BYTES:
+                break
+            held -= len(self._rendered.pop(digest).data)
+        hashes = [item.digest.hex() for item in media]
+        return {
+            name: {"image": values}
+            for name, values in (("mm_hashes", hashes), ("mm_placeholders", places), ("kwargs_data", data))
+        }
+
+    async def _render(self, item: MediaItem) -> "RenderedPicture":
+        url = f"data:image/png;base64,{base64.b64encode(item.content).decode()}"
+        picture = {"url": url} | ({"detail": item.detail} if item.detail else {})
+        turn = {"role": "user", "content": [{"type": "image_url", "image_url": picture}]}
+        told = await self._http.post_json(RENDER, {"model": self._model, "messages": [turn]}, MAX_RENDERED_BYTES)
+        features = told["features"]
+        [place], data = features["mm_placeholders"]["image"], (features.get("kwargs_data") or {}).get("image")
+        if not data or data[0] is None:
+            why = "vLLM keeps pictures to itself; start it with --mm-processor-cache-gb 0 (docs/engines.md)"
+            raise Unavailable(why)
+        return RenderedPicture(dict(place), str(data[0]))
 
     async def clear_cache(self) -> bool:
         """See `EngineClient`. vLLM can clear the cache if started with VLLM_SERVER_DEV_MODE=1."""
@@ -162,6 +213,19 @@ class VllmClient(EngineClient):
 
     async def aclose(self) -> None:
         await self._http.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPicture:
+    """A picture as vLLM has prepared it.
+
+    Attributes:
+        place: `length` in tokens, and which of the tokens have embeddings, if not all.
+        data: what the encoder reads, in vLLM's form.
+    """
+
+    place: Mapping[str, Any]
+    data: str
 
 
 def request_body(prompt: EnginePrompt) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import partial
 
 from moonpool.base.kv.blocks import KeyChanges, NetChanges
 from moonpool.base.kv.keys import BlockKey, block_keys
+from moonpool.base.kv.media import DIGEST_BYTES, MediaItem
 from moonpool.interop.kv_events.events import (
     AllBlocksCleared,
     BlockHash,
@@ -31,13 +32,16 @@ RootOf = Callable[[ExtraKeys | None, str], BlockKey | None]
 
 None = a chain unknown here.
 """
-KeysOf = Callable[[bytes, Sequence[int], int, str], Sequence[BlockKey]]
-"""Keys of the blocks behind a root or a key: parent, tokens, tokens per block, and the LoRA adapter's name."""
+KeysOf = Callable[[bytes, Sequence[int], int, str, Sequence[MediaItem]], Sequence[BlockKey]]
+"""Keys of the blocks behind a root or a key: parent, tokens, tokens per block, the LoRA adapter's name, and the
+pictures that begin there."""
 
 
-def _chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int, lora: str) -> Sequence[BlockKey]:
+def _chain_keys(
+    parent: bytes, token_ids: Sequence[int], block_size: int, lora: str, media: Sequence[MediaItem]
+) -> Sequence[BlockKey]:
     """Moonpool's own keys, of which the root knows the adapter."""
-    return block_keys(parent, token_ids, block_size)
+    return block_keys(parent, token_ids, block_size, media)
 
 
 NO_RANK = -1
@@ -136,7 +140,8 @@ class RankCache:
         whole = len(event.token_ids) == len(event.hashes) * event.block_size
         if event.block_size != self._block_size or not whole or not event.hashes:
             return
-        extra, salted = _without(event.lora, event.extra_keys), 0
+        extra, media = _without_pictures(_without(event.lora, event.extra_keys), event.block_size)
+        salted = 0
         if event.parent is None:
             parent, salted = self._root_of(None if extra is None else extra[0], event.lora), 1
         else:
@@ -144,10 +149,10 @@ class RankCache:
         if parent is None:
             return
         named = len(event.hashes)
-        if extra is not None:  # from a block with an image or the like on, hashes mean more than tokens
+        if extra is not None:  # from a block with something unknown on, hashes mean more than tokens and pictures
             named = next((at for at, keys in enumerate(extra) if keys and at >= salted), named)
         tokens = event.token_ids[: named * self._block_size]
-        keys = self._keys_of(parent, tokens, self._block_size, event.lora)
+        keys = self._keys_of(parent, tokens, self._block_size, event.lora, media)
         for block, key in zip(event.hashes, keys, strict=False):
             # Popped and put again, so that the oldest names come first. A hash with another key was told under the old.
             if self._names.pop(block, key) != key:
@@ -206,6 +211,42 @@ def _without(lora: str, extra: tuple[ExtraKeys, ...] | None) -> tuple[ExtraKeys,
     if not lora or extra is None:
         return extra
     return tuple([keys[1:] if keys[:1] == (lora,) else keys for keys in extra])
+
+
+def _without_pictures(
+    extra: tuple[ExtraKeys, ...] | None, block_size: int
+) -> tuple[tuple[ExtraKeys, ...] | None, list[MediaItem]]:
+    """The blocks' extra keys without pictures, and the pictures that begin in the blocks, by place behind the first.
+
+    A picture is told as the digest in hex, and where the picture begins behind the block's first token; that is before
+    the block if the picture only continues there, which the block's parent knows. vLLM 0.32 puts "mm" in front.
+    """
+    media: list[MediaItem] = []
+    found: list[ExtraKeys] = []
+    for at, keys in enumerate(extra or ()):
+        others = []
+        for key in keys:
+            picture = _picture(key, block_size)
+            if picture is None:
+                others.append(key)
+            elif picture[1] >= 0:
+                begin = at * block_size + picture[1]
+                media.append(MediaItem(begin, begin + 1, picture[0]))
+        found.append(tuple(others))
+    return (None if extra is None else tuple(found)), sorted(media, key=lambda item: item.begin)
+
+
+def _picture(key: object, block_size: int) -> tuple[bytes, int] | None:
+    """Digest and place of a picture; None: the key is something else, or the hash has another length."""
+    match key:
+        case ["mm", str(digest), int(begin)] | [str(digest), int(begin)] if (
+            len(digest) == 2 * DIGEST_BYTES and begin < block_size
+        ):
+            try:
+                return bytes.fromhex(digest), begin
+            except ValueError:
+                return None
+    return None
 
 
 class EngineCache:

@@ -163,6 +163,9 @@ def scaling(
     """A row for the mix that the pools begin with, one for the forecast, and one for each pair of counted requests."""
     rules: dict[str, Rule | None] = {FIXED: None, "forecast": forecast}
     rules |= {f"{prompts:g} prompts, {answers:g} answers": counting(prompts, answers) for prompts, answers in targets}
+    config = replace(
+        config, roles=replace(config.roles, ttft_s=config.slo.ttft_s)
+    )  # as of requests that say their limit
     spare = max(0, bounds.most - min(config.prefill, config.decode))
     rows: list[dict[str, object]] = []
     chart: dict[str, list[tuple[float, float]]] = {}

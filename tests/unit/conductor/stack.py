@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from moonpool.base.bundled import model_dir
@@ -149,10 +150,11 @@ async def stack(
     suggested: DefaultSampling | None = None,
     rules: AnswerRules | None = None,
     pooling: Pooling | None = None,
+    folder: Path = TINY,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """A conductor that `members` have joined; its checkpoint has `suggested` sampling, and `pooling`."""
-    checkpoint = tiny()
+    """A conductor that `members` have joined; its checkpoint, in `folder`, has `suggested` sampling, and `pooling`."""
+    checkpoint = tiny() if folder == TINY else Checkpoint.load(str(folder))
     checkpoint = replace(
         checkpoint,
         config=replace(
@@ -162,7 +164,7 @@ async def stack(
             pooling=pooling,
         ),
     )
-    usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0}
+    usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(folder), "heartbeat_s": 1.0}
     config = ConductorConfig(**{**usual, **settings})
     metrics = PrometheusMetrics(config.service())
     async with AsyncExitStack() as exit_stack:

@@ -183,7 +183,7 @@ def test_no_step_launches_what_warm_up_did_not(
         "attention",
         "join_parts",
         "_copy",
-        "_rms_norm",
+        "_norm",
         "_rope",
         "_silu_mul",
         "_pick",

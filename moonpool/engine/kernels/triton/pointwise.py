@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The operations between the matrix products: RMS norm with the residual, RoPE, SiLU times the gate's other half.
+"""The operations between the matrix products: norms with the residual, RoPE, SiLU times the gate's other half.
 
 Each reads inputs once and writes results once. `moonpool.engine.kernels.reference` has the contracts, rounding
 included.
@@ -25,11 +25,27 @@ def rms_norm(
     out: Tensor,  # [T, n], contiguous; may be x
 ) -> None:
     """Write x / sqrt(mean(x^2) + eps) * weight; `residual`, if given, becomes x + residual and is what is normed."""
-    rows, size = x.shape
-    if rows:
-        width = padded(size)
-        _rms_norm[(rows,)](
-            x, residual, weight, out, x.stride(0), eps, SIZE=size, PADDED=width, enable_fp_fusion=False,
+    norm(x[:, None], residual, weight, None, eps, out[:, None], centred=False, wide=False)
+
+
+def norm(
+    x: Tensor,  # [T, heads, n], rows dense, the other strides free
+    residual: Tensor | None,  # [T, heads, n], contiguous
+    weight: Tensor | None,  # [n], or [heads, n]
+    bias: Tensor | None,  # [n]
+    eps: float,
+    out: Tensor,  # [T, heads, n], rows dense, the other strides free; may be x
+    *,
+    centred: bool,
+    wide: bool,
+) -> None:
+    """See `moonpool.engine.kernels.reference.norm`, with an `out` that may lie among other heads."""
+    rows, heads, size = x.shape
+    if rows and heads:
+        width, by_head = padded(size), weight is not None and weight.dim() > 1
+        _norm[rows, heads](
+            x, residual, weight, bias, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads, eps,
+            SIZE=size, PADDED=width, CENTRED=centred, WIDE=wide, BY_HEAD=by_head, enable_fp_fusion=False,
             num_warps=min(max(width // 512, 1), 16),
         )  # fmt: skip
 
@@ -61,21 +77,34 @@ def silu_mul(
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, x_stride, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Norm one row; grid (rows)."""
+def _norm(
+    x, residual, weight, bias, out, x_row, x_head, out_row, out_head, heads, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Norm one head of a row; grid (rows, heads)."""
     row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     i = tl.arange(0, PADDED)
     mask = i < SIZE
-    stored = tl.load(x + row * x_stride + i, mask=mask, other=0.0)
+    stored = tl.load(x + row * x_row + head * x_head + i, mask=mask, other=0.0)
     if residual is not None:
-        stay = residual + row * SIZE + i
+        stay = residual + (row * heads + head) * SIZE + i
         stored = (stored.to(tl.float32) + tl.load(stay, mask=mask, other=0.0).to(tl.float32)).to(stored.dtype)
         tl.store(stay, stored, mask=mask)
-    wide = stored.to(tl.float32)
-    mean = tl.sum(wide * wide, 0) / SIZE
-    normed = (wide * tl.rsqrt(mean + eps)).to(stored.dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + i, scaled.to(stored.dtype), mask=mask)
+    values = stored.to(tl.float32)
+    if CENTRED:
+        values = tl.where(mask, values - tl.sum(values, 0) / SIZE, 0.0)
+    mean = tl.sum(values * values, 0) / SIZE
+    values = values * tl.rsqrt(mean + eps)
+    if not WIDE:
+        values = values.to(stored.dtype).to(tl.float32)
+    if weight is not None:
+        place = weight + head * SIZE + i if BY_HEAD else weight + i
+        scale = tl.load(place, mask=mask, other=0.0)
+        values = values * (scale.to(tl.float32) if WIDE else scale.to(stored.dtype).to(tl.float32))
+    if bias is not None:
+        values = values + tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + head * out_head + i, values.to(stored.dtype), mask=mask)
 
 
 @triton.jit

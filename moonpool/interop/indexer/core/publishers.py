@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.media import MediaItem
 from moonpool.interop.indexer.core.index import Holder, Scope, TieredIndex, salt_root, sequence_keys
 from moonpool.interop.kv_events.cache import DEVICE_MEDIA, DISK_MEDIA, HOST_MEDIA, RankCache
 from moonpool.interop.kv_events.events import EngineEvent, ExtraKeys
@@ -70,8 +71,10 @@ class PublisherCache:
         salts = extra or (self._publisher.salt,)
         return salt_root(salts[0]) if len(salts) == 1 and isinstance(salts[0], str) else None
 
-    def _keys_of(self, parent: bytes, token_ids: Sequence[int], block_size: int, lora: str) -> Sequence[BlockKey]:
-        return sequence_keys(parent, token_ids, block_size, lora or self._publisher.lora)
+    def _keys_of(
+        self, parent: bytes, token_ids: Sequence[int], block_size: int, lora: str, media: Sequence[MediaItem]
+    ) -> Sequence[BlockKey]:
+        return sequence_keys(parent, token_ids, block_size, lora or self._publisher.lora, media)
 
     def _changer(self, tier: int) -> Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]:
         def changed(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:

@@ -110,9 +110,10 @@ def write_mmproj(whole: Any, folder: Path, file: Path, kind: str, *, swapped: bo
     vision = config.vision_config.to_dict()
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     writer = gguf.GGUFWriter(file, "clip")
-    writer.add_clip_projector_type(
-        PROJECTORS.get(model_type, "qwen2.5vl_merger" if model_type == "qwen2_5_vl" else "qwen3vl_merger")
-    )
+    named = writer.add_clip_projector_type
+    if model_type == "qwen3_vl":  # as beside an encoder of sound
+        named = writer.add_clip_vision_projector_type
+    named(PROJECTORS.get(model_type, "qwen2.5vl_merger" if model_type == "qwen2_5_vl" else "qwen3vl_merger"))
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.text_config.hidden_size)
     writer.add_vision_image_size(vision.get("image_size", 560))

@@ -15,6 +15,8 @@ from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
 from tests.unit.engine.models.test_families import TINY, draw
 from tests.unit.engine.models.test_published import two_turns
+from tests.unit.engine.models.test_ranks import answer
+from tests.unit.engine.ranks import ranked
 
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 LLAMA3 = {
@@ -112,6 +114,12 @@ def test_a_folder_answers_as_the_text_part_of_step_3_7_does(pictures: bool, tmp_
 
     answering: Callable[..., Any] = whole
     two_turns(answering, folder(model, head, tmp_path, pictures=pictures))  # type: ignore[arg-type]
+
+
+def test_ranks_have_the_gates_of_their_heads(tmp_path: Path) -> None:
+    folder(*reference(), tmp_path, pictures=False)
+    with ranked(tmp_path, 1) as alone, ranked(tmp_path, 2) as several:
+        assert answer(several, 6) == answer(alone, 6)
 
 
 @pytest.mark.parametrize(

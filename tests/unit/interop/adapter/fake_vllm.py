@@ -1,7 +1,9 @@
 """A server that speaks vLLM's HTTP and ZMQ, caches as `ModelEngine`, and answers by a function of the tokens."""
 
 import asyncio
+import base64
 import hashlib
+import itertools
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -53,6 +55,7 @@ class FakeVllm:
         moves_kv: runs with a connector that moves KV.
         loras: folders of its LoRA adapters, by name.
         page_namespace: of the connector for kvstores, in hex; "" = no connector.
+        pictures: tokens of a picture, by its file; renders a chat's pictures.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
@@ -72,7 +75,8 @@ class FakeVllm:
         self.kept: dict[str, list[int]] = {}
         self.peers: list[FakeVllm] = []
         self.moves_kv = True
-        self.computed_tokens = self.polls = 0
+        self.computed_tokens = self.polls = self.renders = 0
+        self.pictures: dict[bytes, int] = {}
         self.publisher: zmq.asyncio.Socket
 
     # --- HTTP ------------------------------------------------------------------------------------------------------
@@ -85,6 +89,7 @@ class FakeVllm:
         app.router.add_get("/kv_event_sources", self._sources)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/reset_prefix_cache", self._reset)
         return app
 
@@ -104,7 +109,7 @@ class FakeVllm:
         return web.json_response({"version": "0.32.0"})
 
     async def _paths(self, request: web.Request) -> web.Response:
-        return web.json_response({"paths": {"/inference/v1/generate": {}}})
+        return web.json_response({"paths": {"/inference/v1/generate": {}, "/v1/chat/completions/render": {}}})
 
     async def _models(self, request: web.Request) -> web.Response:
         loras = [{"id": name, "root": str(path), "parent": "tiny"} for name, path in self.loras.items()]
@@ -130,6 +135,21 @@ class FakeVllm:
             'vllm:num_preemptions_total{engine="0"} 4\nvllm:num_preemptions_total{engine="1"} 3\n'
             + (f'moonpool_kv_info{{engine="0",namespace="{self.page_namespace}"}} 1.0\n' * bool(self.page_namespace))
         )
+
+    async def _render(self, request: web.Request) -> web.Response:
+        self.renders += 1
+        [turn] = (await request.json())["messages"]
+        files = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in turn["content"]]
+        lengths = [self.pictures[file] for file in files]
+        ends = list(itertools.accumulate(lengths, initial=3))  # behind what the chat template has in front
+        features = {
+            "mm_hashes": {"image": [hashlib.sha256(file).hexdigest() for file in files]},
+            "mm_placeholders": {
+                "image": [{"offset": offset, "length": length} for offset, length in zip(ends, lengths, strict=False)]
+            },
+            "kwargs_data": {"image": [base64.b64encode(b"pixels of " + file).decode() for file in files]},
+        }
+        return web.json_response({"token_ids": [0] * (ends[-1] + 1), "features": features})
 
     async def _reset(self, request: web.Request) -> web.Response:
         self.engine.clear()

@@ -29,7 +29,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def configured(url: str, conductor: str, name: str, **settings: Any) -> AdapterConfig:
-    return AdapterConfig(engine=url, conductor=(conductor,), model=str(TINY), id=name, drain_s=2.0, **settings)
+    usual = {"model": str(TINY), "drain_s": 2.0}
+    return AdapterConfig(engine=url, conductor=(conductor,), id=name, **{**usual, **settings})
 
 
 @asynccontextmanager

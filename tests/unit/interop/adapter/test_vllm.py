@@ -1,15 +1,22 @@
 """How vLLM is asked, and how its words are read."""
 
+import base64
+import hashlib
 from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moonpool.base.errors import Unavailable
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.interop.adapter.base import EngineOutput, EnginePrompt
-from moonpool.interop.adapter.engine_http import endpoint_for
-from moonpool.interop.adapter.vllm import read_chunk, read_samples, request_body
+from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
+from moonpool.interop.adapter.vllm import VllmClient, read_chunk, read_samples, request_body
+from tests.unit.interop.adapter.fake_vllm import FakeVllm, fake_vllm
 
 
 def prompt(**changes: Any) -> EnginePrompt:
@@ -87,3 +94,48 @@ def test_samples_are_read_with_their_labels() -> None:
 )
 def test_clients_connect_where_a_rank_binds(endpoint: str, rank: int, expected: str) -> None:
     assert endpoint_for(endpoint, rank, "engine") == expected
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[FakeVllm, VllmClient]]:
+    async with fake_vllm(folder, "a", 1000) as engine:
+        engine.pictures = {b"first": 5, b"second": 3}
+        client = VllmClient(EngineHttp("vLLM", engine.url))
+        assert (await client.describe()).pictures
+        yield engine, client
+        await client.aclose()
+
+
+def picture(begin: int, end: int, content: bytes) -> MediaItem:
+    return MediaItem(begin, end, hashlib.blake2b(content, digest_size=32).digest(), content)
+
+
+async def test_pictures_are_features_of_the_render_endpoint_at_their_places_under_our_digests(tmp_path: Path) -> None:
+    media = (picture(2, 7, b"first"), picture(9, 12, b"second"), picture(12, 17, b"first"))
+    async with running(tmp_path) as (engine, client):
+        for _ in range(2):  # of the second turn's, none is rendered again
+            async for _output in client.generate(prompt(token_ids=array("i", [1] * 20), media=media)):
+                pass
+        assert engine.renders == 2
+        for body in engine.requests:
+            features = {name: values["image"] for name, values in body["features"].items()}
+            assert features["mm_hashes"] == [item.digest.hex() for item in media]
+            assert features["mm_placeholders"] == [
+                {"offset": item.begin, "length": item.end - item.begin} for item in media
+            ]
+            assert [base64.b64decode(data) for data in features["kwargs_data"]] == [
+                b"pixels of " + item.content for item in media
+            ]
+
+
+async def test_a_picture_with_other_tokens_than_the_models_rule_says_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, client):
+        with pytest.raises(InvalidRequest, match=r"sequence\.media: vLLM makes 5 tokens of a picture, not 4"):
+            async for _ in client.generate(prompt(media=(picture(0, 4, b"first"),))):
+                pass
+        with pytest.raises(InvalidRequest, match="between whose rows"):
+            async for _ in client.generate(
+                prompt(token_ids=array("i", [1, 1, 2, 1, 1]), media=(picture(0, 5, b"first"),))
+            ):
+                pass
+        assert not engine.requests

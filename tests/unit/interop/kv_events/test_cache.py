@@ -8,6 +8,7 @@ import pytest
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, chain_root
+from moonpool.base.kv.media import MediaItem
 from moonpool.interop.kv_events.cache import NO_RANK, EngineCache
 from moonpool.interop.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, read_batch
 from tests.unit.interop.kv_events.follower import NAMESPACE, root_of
@@ -191,6 +192,20 @@ def test_from_a_block_with_an_image_on_hashes_mean_more_than_tokens() -> None:
     cache.rank(0).apply(stored(13, parent=12, first=3))
     assert matched(cache) == 1
     assert len(cache) == 1
+
+
+@pytest.mark.parametrize("mark", [(), ("mm",)], ids=["before", "vLLM 0.32"])
+def test_pictures_are_parts_of_the_keys_of_blocks_where_they_begin(mark: tuple[str, ...]) -> None:
+    """Digests in hex, and where a picture begins behind the block's first token; before it, the picture goes on."""
+    first, second = bytes(range(32)), bytes(32)
+    cache = new_cache()
+    told = ((first, 1), (second, 3)), ((second, 3 - SIZE),), ((first, 0),), ((first, -SIZE),)
+    extra = tuple(tuple((*mark, digest.hex(), begin) for digest, begin in of) for of in told)
+    cache.rank(0).apply(stored(10, 11, 12, extra_keys=extra[:3]))
+    cache.rank(0).apply(stored(13, parent=12, first=3, extra_keys=extra[3:]))
+    places = ((1, first), (3, second), (2 * SIZE, first))
+    media = [MediaItem(begin, begin + 1, digest) for begin, digest in places]
+    assert set(cache.held) == set(block_keys(chain_root(NAMESPACE, ""), CHAIN[: 4 * SIZE], SIZE, media))
 
 
 @pytest.mark.parametrize("extra", [(("salt", "image"),), ((("image", 3),),)])

@@ -119,7 +119,7 @@ FULL = {
     "kv-aware": (0.3819, 0.3798, 0.3714, 0.3481, 0.2305, 0.0551),
     "optimum": (0.3819, 0.3819, 0.3819, 0.3819, 0.3819, 0.1988),
 }
-"""Of full blocks: what a store can hold, and what docs/eviction.md shows."""
+"""Of full blocks: what a store can hold, and what docs/measured/eviction.md shows."""
 
 
 def test_the_default_is_lru_as_no_policy_is_best_at_every_size() -> None:

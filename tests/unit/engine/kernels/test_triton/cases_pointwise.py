@@ -44,6 +44,42 @@ def test_rms_norm_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("centred", "wide", "weighted", "biased"),
+    [
+        (False, True, "", False), (False, True, "row", False), (False, False, "row", False),
+        (False, True, "heads", False), (False, False, "heads", False), (True, True, "row", True),
+        (True, True, "heads", False), (True, True, "", False),
+    ],
+)  # fmt: skip
+def test_norms_of_heads_among_others(
+    dtype: torch.dtype, centred: bool, wide: bool, weighted: str, biased: bool
+) -> None:
+    """Heads of a row are read where the product has put them, and written among others."""
+    rng, heads, size = generator(), 3, 80
+    stored = (torch.randn((4, heads + 2, size), generator=rng) + 0.5).to(dtype)
+    weight = torch.randn((heads, size) if weighted == "heads" else size, generator=rng) if weighted else None
+    bias = torch.randn(size, generator=rng) if biased else None
+    expected = torch.empty((4, heads, size), dtype=dtype)
+    reference.norm(stored[:, 1:-1], None, weight, bias, 1e-5, expected, centred=centred, wide=wide)
+    out = torch.full((4, heads + 1, size), 7.0, dtype=dtype, device=DEVICE)
+    scale, shift = (None if part is None else part.to(DEVICE) for part in (weight, bias))
+    ops.norm(stored.to(DEVICE)[:, 1:-1], None, scale, shift, 1e-5, out[:, 1:], centred=centred, wide=wide)
+    close(out[:, 1:], expected)
+    assert bool((out[:, 0] == 7).all())
+
+
+def test_a_norm_with_an_offset_takes_the_residual() -> None:
+    x, residual = (torch.randn((3, 1, 64), generator=generator()) for _ in range(2))
+    weight, expected, sums = torch.rand(64) + 1, torch.empty((3, 1, 64)), residual.clone()
+    reference.norm(x, sums, weight, None, 1e-6, expected, centred=False, wide=True)
+    ours, out = residual.to(DEVICE), torch.empty((3, 1, 64), device=DEVICE)
+    ops.norm(x.to(DEVICE), ours, weight.to(DEVICE), None, 1e-6, out, centred=False, wide=True)
+    close(out, expected)
+    close(ours, sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (10, 80), (3, 96)])
 def test_rope(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     rng = generator()

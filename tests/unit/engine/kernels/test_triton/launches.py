@@ -49,6 +49,12 @@ def _pointwise(ops: Any) -> None:
     x = torch.empty((4, 896), dtype=torch.bfloat16)
     ops.rms_norm(x, None, x[0], 1e-6, x)
     ops.rms_norm(x, x, x[0], 1e-6, x)
+    heads = x.view(4, 7, 128)
+    for centred, wide, weight in ((False, True, x[0, :128]), (False, False, heads[0]), (True, True, None)):
+        scale = None if weight is None else weight.float()
+        ops.norm(heads, None, scale, None, 1e-6, heads, centred=centred, wide=wide)
+    ops.norm(heads, None, x[0, :128].float(), x[0, :128].float(), 1e-6, heads, centred=True, wide=True)
+    ops.norm(x[:, None], x[:, None], x[0].float(), None, 1e-6, x[:, None], centred=False, wide=True)
     ops.rope(x.view(4, 7, 128), x[:, :128], x[:, :128], x.view(4, 7, 128))
     ops.silu_mul(x, torch.empty((4, 448), dtype=torch.bfloat16))
 
