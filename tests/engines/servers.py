@@ -65,7 +65,10 @@ class Make:
             return await asyncio.to_thread(self._forks.start, program)
 
 
-VLLM = Make({}, ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core"))
+VLLM = Make(
+    {"PYTHONPATH": f"{Path(__file__).with_name('without_gpu')}:{ROOT}"},
+    ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core"),
+)
 SGLANG_CPU = Make(
     {
         "PYTHONPATH": f"{Path(__file__).with_name('without_kernels')}:{SGLANG}:{ROOT}",
