@@ -27,6 +27,7 @@ ALL = (
     "serving",
     "simulated",
     "simulator",
+    "stage_links",
     "steps",
     "tls",
     "weight_types",

@@ -124,6 +124,11 @@ async def lists(gateway: Gateway) -> None:
     await gateway.ask("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 
 
+async def embeddings(gateway: Gateway) -> None:
+    """Lists of short texts."""
+    await gateway.ask("/v1/embeddings", {"input": [f"{time.monotonic_ns()} {number}" for number in range(2000)]})
+
+
 async def ranks(gateway: Gateway) -> None:
     """Many documents for one query."""
     documents = [f"{time.monotonic_ns()} {number}" for number in range(2000)]
@@ -167,6 +172,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "prompt log probabilities": (scores, 2),
     "answers": (answers, 1),
     "lists": (lists, 4),
+    "embeddings": (embeddings, 4),
     "ranks": (ranks, 4),
     "Markdown": (markdown, 8),
     "tools": (tools, 4),

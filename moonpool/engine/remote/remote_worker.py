@@ -93,6 +93,7 @@ class RemoteWorker:
         self._landed: LandedSlices | None = None
         self._slots: NDArray[np.int64] | None = None
         self._loads: list[LoadKV] = []
+        self._done: int | None = None  # latest step that the stage has reported
         self._wake = asyncio.Event()
         self._received: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks = [asyncio.create_task(work, name=str(self)) for work in (self._read(on_end), self._pump())]
@@ -225,13 +226,29 @@ class RemoteWorker:
                 message = await self.link.receive()
                 if isinstance(message, KVSlice):
                     self._store(message)
-                else:
+                elif self._is_ours(message):
                     self._received.put_nowait(self._on_our_clock(message))
         except ChannelClosed:
             pass
         finally:
             self._received.put_nowait(None)
             on_end()
+
+    def _is_ours(self, message: Any) -> bool:
+        """Whether a report is of this stage, once for each step; else the connection is ended."""
+        part = self._part
+        if isinstance(message, StageDone):
+            again = self._done is not None and message.step_id <= self._done
+            if again or message.stage != self.stage:
+                self.link.close(f"reported step {message.step_id} of stage {message.stage}, after step {self._done}")
+                return False
+            self._done = message.step_id
+        elif isinstance(message, LayerDone) and not (
+            part is not None and part.layer_begin <= message.layer < part.layer_end
+        ):
+            self.link.close(f"reported layer {message.layer}, which it does not have")
+            return False
+        return True
 
     def _store(self, found: KVSlice) -> None:
         """Take KV that the stage has computed."""

@@ -1,20 +1,23 @@
 """Several prompts in one plain completion: their answers are numbered on, and one that fails ends all."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
 import pytest
 
 from moonpool.base.errors import Overloaded
 from moonpool.base.runtime.tenant_turns import TenantPlaces
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.gateway.serving.merged_stream import MergedStream
+from moonpool.client.transport import GenerateCall
+from moonpool.gateway.serving.merged_stream import MIN_BEGUN_PROMPTS, MergedStream
 from moonpool.v1 import conductor_pb2 as pb
-from tests.unit.gateway.test_client_disconnect import Holding
+from tests.unit.gateway.test_client_disconnect import HeldCall, Holding
 from tests.unit.gateway.test_openai_completions import events
 
-from .fakes import Answers, answering
+from .fakes import Answers, answering, make_gateway, settings, tokenizer
 
 
 def of_prompt(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -76,6 +79,46 @@ async def test_leaving_cancels_all() -> None:
             break
         await asyncio.gather(*(transport.call.held.wait() for transport in holding))
     assert all(transport.call.cancelled for transport in holding)
+
+
+class Unanswered(Holding):
+    """A transport whose requests never get a token."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.asked, self.begun = 0, asyncio.Event()
+
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
+        self.asked += 1
+        if self.asked == MIN_BEGUN_PROMPTS:
+            self.begun.set()
+        return HeldCall(answer()[:1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["x"] * 50}),
+        ("/v1/embeddings", {"input": ["x"] * 50}),
+        ("/v1/embeddings", {"input": [[1, 2]] * 50}),
+        ("/rerank", {"query": "x", "documents": [str(number) for number in range(50)]}),
+    ],
+)
+async def test_few_of_a_list_begin_before_the_first_tokens_come(path: str, body: dict[str, Any]) -> None:
+    """However many lists a tenant sends."""
+    transport = Unanswered()
+    with ThreadPoolExecutor(1) as threads:
+        app = make_gateway(AsyncClient(transport=transport), settings(), threads, tokenizer())
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as http:
+            lists = [asyncio.create_task(http.post(path, json=body)) for _ in range(3)]
+            async with asyncio.timeout(60):
+                await transport.begun.wait()
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert transport.asked == MIN_BEGUN_PROMPTS
+            for each in lists:
+                each.cancel()
+            await asyncio.gather(*lists, return_exceptions=True)
 
 
 async def test_bodies(gateway: Answers) -> None:

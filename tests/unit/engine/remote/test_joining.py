@@ -174,11 +174,17 @@ def slice_of(layer: int, block: int, *, nbytes: int = LAYOUT.slice_bytes(0), val
         (slice_of(2, 7), "sent KV of layer 2 and block 7, which it does not have"),
         (slice_of(2, 0, nbytes=8), "sent damaged KV of layer 2"),
         (slice_of(2, 0, value=5), "sent damaged KV of layer 2"),
+        (LayerDone(1, 0, 0, 1), "reported layer 0, which it does not have"),
+        (StageDone(1, 0, (), False, 0, 1), "reported step 1 of stage 0"),
+        (StageDone(-9, 1, (), False, 0, 1), "reported step -9 of stage 1, after step -9"),
     ],
 )
-async def test_a_stage_that_sends_wrong_kv_is_dropped_by_name(checkpoint: Path, message: KVSlice, why: str) -> None:
+async def test_a_stage_that_reports_what_is_not_its_own_is_dropped_by_name(
+    checkpoint: Path, message: KVSlice | LayerDone | StageDone, why: str
+) -> None:
     async with joined_by_hand(checkpoint) as (engine, link, _):
-        link.send(message)
+        for _ in range(2):
+            link.send(message)
         assert why in await asyncio.shield(engine.failed)
 
 
