@@ -113,12 +113,12 @@ class Stage:
     A step is computed in the middle of the step's time.
 
     Attributes:
-        pid: the stage's number.
+        pid: the stage's number, from 1: 0 is for stages on other hosts.
         slowdown: steps take so many times as long.
     """
 
     def __init__(self, spec: EngineSpec, number: int, part: PoolPart, links: VirtualLinks, *, decode: bool) -> None:
-        self.pid, self.slowdown = number, 1.0
+        self.pid, self.slowdown = number + 1, 1.0
         self._spec, self._links, self._decode = spec, links, decode
         self._end = part.layer_end
         self._gates = KVGates()
