@@ -248,9 +248,7 @@ class RequestScheduler:
             case Rehashed(tokens=tokens, keys=keys):
                 assert request.state is RequestState.REHASHING, "keys that were not asked for"
                 assert request.tokens <= tokens, f"{tokens} tokens, less than {request.tokens}"
-                self._grow(
-                    now, request, tokens - request.tokens
-                )  # those of a sequence that ended before they were told
+                self._grow(now, request, tokens - request.tokens)  # those of which no call has told
                 request.keys = keys
                 self._place(now, request)
 
