@@ -244,7 +244,8 @@ class RequestScheduler:
         if request is None:
             return
         match event:
-            case ClientGone():
+            case ClientGone(tokens=tokens):
+                self._grow(now, request, tokens)
                 self._drop(now, request)
             case StopRequested(failure=failure):
                 self._stop(now, request, failure)
