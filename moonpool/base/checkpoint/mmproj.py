@@ -88,9 +88,9 @@ def mmproj_elements(model: Path) -> int:
 
 def swapped_names(file: GgufFile) -> bool:
     """Tell whether a file has the two matrices of networks under each other's names, as older converters wrote them."""
-    up, down = (file.tensors[f"v.blk.0.ffn_{name}.weight"].shape for name in ("up", "down"))
+    up, down = (file.tensors.get(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
     hidden = file.metadata.get("clip.vision.embedding_length")
-    return up[-1] != hidden and down[-1] == hidden
+    return up is not None and down is not None and up.shape[-1] != hidden and down.shape[-1] == hidden
 
 
 def _projected(file: GgufFile) -> object:

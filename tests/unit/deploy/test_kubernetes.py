@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import textwrap
 from pathlib import Path
 from unittest.mock import patch
 
@@ -206,9 +205,9 @@ def test_the_overlay_of_the_page_has_its_images_and_the_keys(tmp_path: Path) -> 
     shutil.copytree(FOLDER, tmp_path / "kubernetes")
     mine = tmp_path / "kubernetes/overlays/mine"
     mine.mkdir()
-    found = re.search(r"^ +```yaml\n(.*?)^ +```$", (ROOT / "docs/kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = re.search(r"^```yaml\n(.*?)^```$", (ROOT / "docs/kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
-    (mine / "kustomization.yaml").write_text(textwrap.dedent(found[1]))
+    (mine / "kustomization.yaml").write_text(found[1])
     (mine / "keys").write_text("sha256:00 ann\n")
     objects = manifests("mine", tmp_path / "kubernetes")
     held = [container for item in objects for pod in templates(item) for container in pod["spec"]["containers"]]
