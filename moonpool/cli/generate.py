@@ -38,7 +38,7 @@ def error_advice(error: MoonpoolError) -> str:
     if isinstance(error, Overloaded):
         return f"Try again in {max(1.0, error.retry_after_s):.0f} s; `moonpool state` shows how busy it is."
     if isinstance(error, Unavailable | DeadlineExceeded):
-        return "`moonpool state` shows which instances there are and how busy they are."
+        return "`moonpool state` shows which instances there are and how busy they are; docs/errors.md tells more."
     if isinstance(error, UnsupportedModel):
         return "docs/models.md says which models are supported; `moonpool pull smollm2` fetches one that is."
     return ""

@@ -210,7 +210,7 @@ class Dispatcher:
     def client_left(self, stream: GenerateStream, outgoing: OutputQueue) -> None:
         """The reader of these messages has left, or has all messages. Another call may have the request by now."""
         if stream.spec.number in self._streams and stream.outgoing is outgoing:
-            self._post(ClientGone(stream.spec.number))
+            self._post(ClientGone(stream.spec.number, stream.untold))
 
     def rejoin(self, message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> bool:
         """Send a request's output to a client that has lost the connection and resumes; the earlier call ends.

@@ -79,6 +79,8 @@ class GenerateStream:
         self.write_back: tuple[str, ...] = ()
         self.candidates: prefill_pb2.FirstToken | None = None
         self.opening_logprobs: Logprobs | None = None
+        self.untold = 0
+        """New tokens of which the core has not heard, from any sequence."""
         self.prompt_unscored = request.spec.scored
         self.history = RequestHistory(request, clock, wall_clock)
         self._traceparent = traceparent.get()
@@ -193,6 +195,7 @@ class GenerateStream:
         """Compute `keys` again, with the answer so far; return how many tokens of the answer prefill computes."""
         self._sequence_spec = None
         self._placed_tokens = len(self._continued)
+        self.untold = 0 if self._placed_tokens else self.untold  # the core hears of these with the keys
         self.keys = self.request.keys_with(self._continued)
         return self._placed_tokens
 

@@ -21,7 +21,8 @@ COUNT_S = 0.25
 class SequenceSubscription:
     """One sequence's tokens on their way to the request's stream, and their number to the core: none lost or doubled.
 
-    The first tokens and the last ones are told at once; between them the core hears of several at a time.
+    The first tokens and the last ones are told at once; between them the core hears of several at a time. While a
+    request moves, two sequences give tokens: the request knows which the core has heard of.
 
     Args:
         io: the call's number at the core.
@@ -50,7 +51,6 @@ class SequenceSubscription:
         self._stop = stop
         self._clock, self._began = clock, clock()
         self._running = set(range(len(stream.choices)))  # choices that decode has not ended
-        self._untold = 0
         self._told_at = float("-inf")
 
     def add_tokens(self, new: NewTokens) -> bool:
@@ -82,7 +82,7 @@ class SequenceSubscription:
             self._running.discard(choice)
         elif count and stream.choices[choice].finish and not stream.finish:
             self._stop(choice)
-        self._untold += count
+        stream.untold += count
         if reason or stream.choices[choice].finish or self._clock() - self._told_at >= COUNT_S:
             self._tell(finish_of(stream.finish) if stream.choices[choice].finish else None)
         if not self._running:
@@ -91,8 +91,8 @@ class SequenceSubscription:
     def _tell(self, finish: CompletionReason | None = None) -> None:
         """Tell the core of the tokens that it has not heard of."""
         first = self._told_at == float("-inf")
-        if self._untold or finish or first:
-            count, self._untold, self._told_at = self._untold, 0, self._clock()
+        if self._stream.untold or finish or first:
+            count, self._stream.untold, self._told_at = self._stream.untold, 0, self._clock()
             self._post(TokensArrived(self._io, count, finish, known=not self._running))
 
     def stop_complete(self) -> None:
@@ -106,7 +106,7 @@ class SequenceSubscription:
 
     def _failed(self, error: MoonpoolError, *, cancel: bool) -> None:
         """End the call, after the tokens that came before."""
-        if self._untold:
+        if self._stream.untold:
             self._tell()
         self._end(failure_of(error), cancel=cancel)
 

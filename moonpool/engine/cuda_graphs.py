@@ -313,8 +313,8 @@ class DecodeGraphs:
         pinned = packed.pin_memory() if self._device.torch_device.type == "cuda" else packed
         self._memory_of_inputs[: len(packed)].copy_(pinned, non_blocking=True)
 
-    def _layers(self, shape: GraphShape) -> Tensor:
-        """Return the captured work: independent of the buffers' content."""
+    def _layers(self, shape: GraphShape) -> None:
+        """Compute the layers of a step: captured work, independent of the buffers' content."""
         inputs = self._inputs(shape).views(self._memory_of_inputs)
         batch = PackedBatch(
             token_ids=inputs["token_ids"],
@@ -335,13 +335,13 @@ class DecodeGraphs:
         begin, end = model.layer_begin, model.layer_end
         hidden = model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
         _to_next_places(inputs, self._block_size)
-        return self._states[: shape.rows].copy_(hidden)
+        self._states[: shape.rows].copy_(hidden)
 
     def _end_of(self, count: int, choice: Choice) -> CapturedGraph | None:
         rows = next_size(_SAMPLED_ROWS, count)
         return None if rows is None else self._ends.get((rows, choice))
 
-    def _end(self, rows: int, choice: Choice) -> Tensor:
+    def _end(self, rows: int, choice: Choice) -> None:
         """Choose tokens behind the layers, and give them to the next step: captured work."""
         for begin in range(0, rows, LOGIT_ROWS):
             part = slice(begin, min(begin + LOGIT_ROWS, rows))
@@ -349,7 +349,7 @@ class DecodeGraphs:
             self._chosen[0, part].copy_(tokens)
             self._chosen[1, part].copy_(highest.view(torch.int32))
         token_ids = self._memory_of_inputs[: 8 * rows].view(torch.int64)
-        return token_ids.copy_(self._chosen[0, :rows])
+        token_ids.copy_(self._chosen[0, :rows])
 
     def _capture_ends(self) -> None:
         """Capture head and sampling for all numbers of rows that steps have, the largest first."""

@@ -2,7 +2,7 @@
 
 The release before is the newest tag; without a tag it is the commit of a day before the newest one. Its services say
 that they are one minor version behind, as far as they tell a version. Kinds are upgraded in the order that
-docs/deploy.md names and in the opposite one, so that of any two kinds each is once the newer one. Afterwards the
+docs/upgrade.md names and in the opposite one, so that of any two kinds each is once the newer one. Afterwards the
 kvstore, which has read the folder of the release before, still has what was asked before the first upgrade.
 """
 

@@ -48,9 +48,10 @@ class StopRequested:
 
 @frozen
 class ClientGone:
-    """No client waits for the answer any more."""
+    """No client waits for the answer any more; `tokens`: the answer's new ones of which no call has told."""
 
     request: int
+    tokens: int = 0
 
 
 @frozen

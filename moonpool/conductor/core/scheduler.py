@@ -90,6 +90,8 @@ from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
 
 USUAL_SHARE = 0.05
 """A request's share in the running mean of TTFT limits."""
+MAX_LIMIT_S = 600.0
+"""Longer TTFT limits, infinite ones too, count as this one: else one request decides the mean for hundreds."""
 MAX_CANDIDATES = 4
 """Decode instances asked for memory for one placement."""
 MAX_MOVING = 4
@@ -221,6 +223,7 @@ class RequestScheduler:
             request.tokens, request.recovering = spec.resumed.tokens, True
         self._timers.set((TimerKind.DEADLINE, spec.number), spec.deadline)
         if (limit_s := spec.slo.ttft_s) is not None:
+            limit_s = min(limit_s, MAX_LIMIT_S)
             before_s = limit_s if self.usual_ttft_s is None else self.usual_ttft_s
             self.usual_ttft_s = before_s + USUAL_SHARE * (limit_s - before_s)
         if refusal is not None:
@@ -241,16 +244,15 @@ class RequestScheduler:
         if request is None:
             return
         match event:
-            case ClientGone():
+            case ClientGone(tokens=tokens):
+                self._grow(now, request, tokens)
                 self._drop(now, request)
             case StopRequested(failure=failure):
                 self._stop(now, request, failure)
             case Rehashed(tokens=tokens, keys=keys):
                 assert request.state is RequestState.REHASHING, "keys that were not asked for"
                 assert request.tokens <= tokens, f"{tokens} tokens, less than {request.tokens}"
-                self._grow(
-                    now, request, tokens - request.tokens
-                )  # those of a sequence that ended before they were told
+                self._grow(now, request, tokens - request.tokens)  # those of which no call has told
                 request.keys = keys
                 self._place(now, request)
 

@@ -37,8 +37,6 @@ class DeviceStream(Protocol):
 class CapturedGraph(Protocol):
     """Captured work. A replay reads the input tensors' contents at that time."""
 
-    result: Tensor
-    """Result of the work; each replay of any of this device's graphs overwrites the result."""
     nbytes: int
     """This graph's device memory, beyond earlier graphs' memory."""
 
@@ -102,7 +100,7 @@ class Device(Protocol):
             slices: int64 on the host, rising: numbers of the slices in both.
         """
 
-    def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """Capture `work`, within work of the compute stream; no work is done before a replay.
 
         The same work has run before, so that no kernel is compiled. The work does not read tensors' contents on the

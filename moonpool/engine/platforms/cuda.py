@@ -70,14 +70,14 @@ class _CudaGraph:
     """
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, capturing: AbstractContextManager[None], work: Callable[[], Tensor]
+        self, graph: torch.cuda.CUDAGraph, capturing: AbstractContextManager[None], work: Callable[[], None]
     ) -> None:
         self._graph = graph
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as capturing does: what is reserved more afterwards is the graph's
         before = torch.cuda.memory_reserved()
         with capturing:
-            self.result = work()
+            work()
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def replay(self) -> None:
@@ -162,7 +162,7 @@ class CudaDevice:
         for first, count in runs.tolist():
             target[first : first + count].copy_(source[first : first + count], non_blocking=True)
 
-    def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads wait for events and copy meanwhile, which must not end the capture.
         capturing = torch.cuda.graph(graph, pool=self._graphs, stream=stream, capture_error_mode="thread_local")

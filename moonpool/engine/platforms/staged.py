@@ -69,15 +69,13 @@ class StagedStream:
 
 
 class _StagedGraph:
-    """See `CapturedGraph`. A replay does the work again; the result lies in the same memory each time."""
+    """See `CapturedGraph`. A replay does the work again."""
 
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        self._work = work
-        self.result, self.nbytes = torch.empty(0), 0
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work, self.nbytes = work, 0
 
     def replay(self) -> None:
-        result = self._work()
-        self.result = self.result.copy_(result) if self.result.numel() else result.clone()
+        self._work()
 
 
 class StagedDevice:
@@ -128,7 +126,7 @@ class StagedDevice:
         for number in reversed(slices.tolist()):
             target[number].copy_(source[number])
 
-    def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
         return _StagedGraph(work)
 
     def close(self) -> None:

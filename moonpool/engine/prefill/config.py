@@ -63,6 +63,8 @@ class PrefillConfig(EngineConfig):
                 "pipeline_parallel_size",
                 f"must be at least nnodes ({self.nnodes}), a stage for each host, not {self.pipeline_parallel_size}",
             )
+        if self.imatrix:  # nothing would tell that another host has another file, and other KV
+            raise ConfigError("imatrix", f"not with nnodes={self.nnodes}: stages of other hosts have no such file")
 
     @property
     def prefill_step_tokens(self) -> int:

@@ -48,7 +48,7 @@ class StageLink:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        host, port = writer.get_extra_info("peername")[:2]
+        host, port = (writer.get_extra_info("peername") or ("?", 0))[:2]  # none if the other end is gone already
         self.peer = format_address(host, port)
         self.sent_bytes = self.received_bytes = 0
         self._reason = ""

@@ -125,7 +125,7 @@ class StagesListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, address = await loop.sock_accept(listener)
             except OSError as error:
                 log.warning("a stage could not be accepted", error=str(error))
                 await asyncio.sleep(_PAUSE_S)
@@ -133,11 +133,10 @@ class StagesListener:
             if len(self._tasks) > MAX_JOINING:
                 sock.close()
             else:
-                self._spawn(self._join(sock))
+                self._spawn(self._join(sock, format_address(*address[:2])))
 
-    async def _join(self, sock: socket.socket) -> None:
+    async def _join(self, sock: socket.socket, peer: str) -> None:
         """Let a stage in, or refuse the peer by name."""
-        peer = format_address(*sock.getpeername()[:2])
         link: StageLink | None = None
         try:
             async with asyncio.timeout(JOIN_S):
@@ -172,6 +171,8 @@ class StagesListener:
             raise Mismatch("model", f"the stage has other weights ({theirs}) than the leader ({ours})")
         if self._is_there(rank):
             raise Mismatch("node_rank", f"{rank} has joined already, from {self._joined[rank].link.peer}")
+        if (lost := self._joined.get(rank)) is not None:
+            lost.close()
         link.tell(ANSWER, StageWelcome(self._first + rank - 1))
         link.begin(TO_LEADER, TO_STAGE, pings=True, silence_s=self._silence_s)
         self._joined[rank] = RemoteWorker(self._first + rank - 1, link, self._changed.set)

@@ -17,7 +17,7 @@ from moonpool.base.kv.pool import TELL_DEVICE, PoolPart
 from moonpool.base.scheduling.steps import LayerDone, Step
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.channel import ChannelClosed
-from moonpool.engine.messages import LoadKV, OpenKVGateMessage, StageDone, StageTokens
+from moonpool.engine.messages import FetchBlocks, LoadKV, OpenKVGateMessage, StageDone, StageTokens
 from moonpool.engine.remote.link import StageLink
 from moonpool.engine.remote.messages import KVSlice, SlotChanges
 
@@ -144,7 +144,7 @@ class RemoteWorker:
             self._loads.append(message)
             self._wake.set()
             return
-        if self._landed is not None and isinstance(message, Step | OpenKVGateMessage):
+        if self._landed is not None and isinstance(message, Step | OpenKVGateMessage | FetchBlocks):
             self._send_needed(self._landed, message)
         self.link.send(message)
 
@@ -172,13 +172,15 @@ class RemoteWorker:
 
     # --- KV --------------------------------------------------------------------------------------------------------
 
-    def _send_needed(self, landed: LandedSlices, order: Step | OpenKVGateMessage) -> None:
+    def _send_needed(self, landed: LandedSlices, order: Step | OpenKVGateMessage | FetchBlocks) -> None:
         """Send the KV without which the order must not be carried out."""
         self._send_slots()
         landed.look()
         if not landed:
             return
-        if isinstance(order, Step):
+        if isinstance(order, FetchBlocks):  # else the stage gives back what an earlier sequence had in these blocks
+            self._send_slices(landed.take(len(landed), lambda layer, block: block in order.blocks))
+        elif isinstance(order, Step):
             blocks = {block for sequence in order.sequences for block in sequence.block_table}
             blocks.update(source for source, _ in order.copies)
             self._send_slices(landed.take(len(landed), lambda layer, block: block in blocks))

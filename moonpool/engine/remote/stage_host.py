@@ -148,6 +148,10 @@ async def serve_leader(
             await host.run()
     except ChannelClosed:
         pass
+    except (MoonpoolError, OSError) as error:  # no memory for the pool, or no process
+        why = getattr(error, "message", str(error))
+        link.send(WorkerFailed(why, type(error).__name__, getattr(error, "field", "")))
+        await link.finish(why)
     return link.reason or "the leader has ended the engine"
 
 

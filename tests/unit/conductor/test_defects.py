@@ -126,6 +126,7 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
         spec=SimpleNamespace(id="doomed", number=7),
         choices=[SimpleNamespace(index=0, finish=running)],
         finish=running,
+        untold=0,
         add_tokens=taken,
         outgoing=OutputQueue(),
     )

@@ -106,3 +106,25 @@ async def test_an_answer_that_ends_meanwhile_is_whole() -> None:
         assert tokens == expected(20, 8)
         await s.rest()
         assert (old.cancelled, new.cancelled) == ([], new.history)
+
+
+async def test_tokens_before_and_after_a_move_count_once_though_both_places_fail() -> None:
+    """The core hears of tokens in groups: of those that the keys told already, the old place says nothing more."""
+    ready = asyncio.Event()
+    p, old, new, last = prefill(), decode(0, hold_at=8, fail_at=[9]), decode(1, fail_at=[12]), decode(2)
+    async with stack(p, old, new, last) as s:
+        sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+        events = aiter(s.client.stream(token_ids=PROMPT, sampling=sampling))
+        tokens = await first(events, 8)
+        p.before.append(ready)
+        await drained(s, old)
+        await p.until(lambda: len(p.requests) == 2)
+        old.go.set()
+        tokens += await first(events, 1)
+        await s.until(lambda: not old.reserved)
+        ready.set()
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 16)
+        await s.rest()
+        assert not new.fail_at

@@ -20,7 +20,10 @@ class Sequence:
         self.now = 0.0
         self.choice = SimpleNamespace(index=0, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)
         stream: Any = SimpleNamespace(
-            choices=[self.choice], finish=self.choice.finish, add_tokens=lambda new, sequence: len(new.token_ids)
+            choices=[self.choice],
+            finish=self.choice.finish,
+            untold=0,
+            add_tokens=lambda new, sequence: len(new.token_ids),
         )
         self.subscription = SequenceSubscription(
             7, "sequence", stream, self.heard.append, self._ended, lambda choice: None, lambda: self.now

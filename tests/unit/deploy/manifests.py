@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +21,12 @@ Manifest = dict[str, Any]
 
 
 @functools.cache
-def manifests(overlay: str) -> tuple[Manifest, ...]:
+def manifests(overlay: str, folder: Path = FOLDER) -> tuple[Manifest, ...]:
     """All objects of an overlay, as kubectl would apply them."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
-    command = [kubectl, "kustomize", str(FOLDER / "overlays" / overlay)]
+    command = [kubectl, "kustomize", str(folder / "overlays" / overlay)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     return tuple(yaml.safe_load_all(found.stdout))

@@ -2,13 +2,17 @@
 
 import os
 import re
+import shutil
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from moonpool.base.config import SERVICE_MODULES, ServiceConfig, config_class, parse_address
 from moonpool.base.rpc.roles import CLIENTS, ROLE_URI
+from tests.unit.deploy.compose import ROOT
 from tests.unit.deploy.manifests import (
+    FOLDER,
     OVERLAYS,
     POD,
     Manifest,
@@ -195,3 +199,27 @@ def scalable(overlay: str) -> set[tuple[str, str]]:
                 assert "replicas" not in role["spec"], "the controller takes no replicas beside those of the scaler"
                 found.add(("DisaggregatedSetRoleScaler", f"{item['metadata']['name']}-{role['name']}"))
     return found
+
+
+def test_the_overlay_of_the_page_has_its_images_and_the_keys(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    mine = tmp_path / "kubernetes/overlays/mine"
+    mine.mkdir()
+    found = re.search(r"^```yaml\n(.*?)^```$", (ROOT / "docs/kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (mine / "kustomization.yaml").write_text(found[1])
+    (mine / "keys").write_text("sha256:00 ann\n")
+    objects = manifests("mine", tmp_path / "kubernetes")
+    held = [container for item in objects for pod in templates(item) for container in pod["spec"]["containers"]]
+    assert {container["image"] for container in held} == {
+        "registry.example/moonpool-light:0.1.0",
+        "registry.example/moonpool-engine:0.1.0",
+    }
+    (gateway,) = [item for item in objects if item["kind"] == "Deployment" and "gateway" in item["metadata"]["name"]]
+    (secret,) = [item for item in objects if item["kind"] == "Secret"]
+    spec = gateway["spec"]["template"]["spec"]
+    assert secret["metadata"]["name"] in [volume.get("secret", {}).get("secretName") for volume in spec["volumes"]]
+    variables = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}
+    mounts = {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    path = Path(variables["MOONPOOL_API_KEYS"])
+    assert (str(path.parent) in mounts, path.name in secret["data"]) == (True, True)

@@ -49,14 +49,14 @@ class Counted(StagedDevice):
         super().__init__(seed)
         self.replays, self.captures = 0, captures
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> CapturedGraph:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
         if not self.captures:
             raise RuntimeError("out of memory")
         self.captures -= 1
 
-        def counted() -> torch.Tensor:
+        def counted() -> None:
             self.replays += 1
-            return work()
+            work()
 
         return super().capture(counted)
 

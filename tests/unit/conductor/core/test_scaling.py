@@ -1,5 +1,6 @@
 """How many instances the offered work asks for."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from moonpool.conductor.core.instances import InstanceKind
 from moonpool.conductor.core.request_spec import SloLimits
 from moonpool.conductor.core.roles import FIXED_ROLES
 from moonpool.conductor.core.scaling import QUEUE_PRESSURE, TARGET_PRESSURE, PoolDemand, demands
-from moonpool.conductor.core.scheduler import USUAL_SHARE
+from moonpool.conductor.core.scheduler import MAX_LIMIT_S, USUAL_SHARE
 
 from .test_roles import BLOCKS, FULL, ROLES, World
 from .world import World as Requests
@@ -55,6 +56,13 @@ def test_the_usual_limit_is_a_running_mean_of_those_that_have_one() -> None:
     for limit_s in (30.0, None, 10.0):
         world.arrive(slo=SloLimits(ttft_s=limit_s))
     assert world.core.scheduler.usual_ttft_s == pytest.approx(30.0 - 20.0 * USUAL_SHARE)
+
+
+def test_one_request_with_a_limit_without_end_does_not_decide_the_mean() -> None:
+    world = Requests()
+    for limit_s in (1.0, math.inf):
+        world.arrive(slo=SloLimits(ttft_s=limit_s))
+    assert world.core.scheduler.usual_ttft_s == pytest.approx(1.0 + (MAX_LIMIT_S - 1.0) * USUAL_SHARE)
 
 
 def test_memory_in_use_wants_instances_where_few_sequences_run() -> None:

@@ -396,3 +396,13 @@ def test_one_token_needs_no_decode() -> None:
     assert ended(world) == CompleteRequest(number, CompletionReason.LENGTH)
     assert world.all(StartDecode) == []
     world.finish_all()
+
+
+def test_tokens_that_a_leaving_client_had_are_counted_though_no_call_told_of_them() -> None:
+    world = World()
+    number, _, start = world.decoding(answer=8)
+    world.more(start, 2)
+    request = world.core.scheduler.requests[number]
+    before = request.generated
+    world.post(ClientGone(number, 3))
+    assert request.generated == before + 3

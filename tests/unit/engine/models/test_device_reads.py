@@ -62,9 +62,6 @@ class MetaGraph:
 
     nbytes = 0
 
-    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
-        self.result = torch.empty(0, device=META)
-
     def replay(self) -> None: ...
 
 
@@ -73,8 +70,8 @@ class MetaDevice:
 
     torch_device = META
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> MetaGraph:
-        return MetaGraph(work)
+    def capture(self, work: Callable[[], None]) -> MetaGraph:
+        return MetaGraph()
 
 
 class MetaMemory:

@@ -250,6 +250,13 @@ def test_what_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with pytest.raises(CheckpointError, match="is the part for pictures; name the model"):
         resolve(str(part))
+    whole = part.read_bytes()
+    part.write_bytes(whole.replace(b"v.blk.0.ffn_down.weight", b"v.blk.0.ffn_gone.weight"))
+    with pytest.raises(
+        CheckpointError, match=r"tensor v\.blk\.0\.ffn_down\.weight of the encoder of pictures is missing"
+    ):
+        load_encoder(file, torch.float32, torch.device("cpu"))
+    part.write_bytes(whole)
     other = part.with_name("mmproj-model-copy.gguf")
     other.write_bytes(part.read_bytes())
     assert "several parts for pictures are for model-F32.gguf: mmproj-model-F32.gguf, mmproj-model-copy.gguf" in str(

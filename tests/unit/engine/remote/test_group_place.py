@@ -77,6 +77,7 @@ def test_a_stage_without_a_place_is_refused(flags: list[str], variables: dict[st
 
 
 LEADER = ["--model", "m", "--conductor", "a:1", "--set", "nnodes=2"]
+HOSTS = ["--set", "stages_listen=:29501", "--pipeline-parallel-size", "2"]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ LEADER = ["--model", "m", "--conductor", "a:1", "--set", "nnodes=2"]
         (PrefillProcessConfig, [], "stages_listen"),
         (PrefillProcessConfig, ["--set", "stages_listen=:29501"], "pipeline_parallel_size"),
         (PrefillProcessConfig, ["--engine", "emulated:llama-70b-a800"], "nnodes"),
+        (PrefillProcessConfig, [*HOSTS, "--set", "quantization=int4", "--set", "imatrix=m.dat"], "imatrix"),
         (DecodeProcessConfig, [], "nnodes"),
     ],
 )

@@ -5,27 +5,39 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from moonpool.base.checkpoint import weights_fingerprint
 from moonpool.base.config import parse_address
-from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import ConfigError, Internal, Unavailable
+from moonpool.base.fork_server import Program
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.rpc.roles import RoleGate, fingerprint
 from moonpool.base.rpc.tls import Security
 from moonpool.base.scheduling.steps import LayerDone
-from moonpool.engine.messages import EngineSpec, Footprint, HiddenStates, Shutdown, StageDone, StageSpec, WorkerReady
+from moonpool.engine.messages import (
+    EngineSpec,
+    FetchBlocks,
+    Footprint,
+    HiddenStates,
+    Shutdown,
+    StageDone,
+    StageSpec,
+    WorkerReady,
+)
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.remote.link import StageLink
 from moonpool.engine.remote.listener import StagesListener
 from moonpool.engine.remote.messages import KVSlice
-from moonpool.engine.remote.stage_host import StagePlace, join
+from moonpool.engine.remote.stage_host import StagePlace, join, serve_leader
 from moonpool.engine.start_listener import NO_LISTENER
 from tests.unit.base.rpc.certificates import tls
 from tests.unit.engine.remote.hosts import host, leading, security, stages_listener
@@ -228,6 +240,19 @@ async def test_what_lands_goes_to_the_stage_before_the_order_that_needs_it(check
             await run
 
 
+async def test_what_lands_goes_to_the_stage_before_blocks_are_fetched_from_there(checkpoint: Path) -> None:
+    """Else the stage would give back what an earlier sequence had in the block."""
+    async with joined_by_hand(checkpoint) as (engine, link, _):
+        data = b"\7" * LAYOUT.slice_bytes(2)
+        engine.pool.write(2, 0, memoryview(data), slice_hash(data))
+        fetched = asyncio.ensure_future(engine.fetch((0,)))
+        got = [await link.receive() for _ in range(2)]
+        assert got == [KVSlice(2, 0, slice_hash(data), True, data), FetchBlocks(got[1].number, (0,))]
+        link.close("over")
+        with pytest.raises(Unavailable, match="closed the connection"):
+            await fetched
+
+
 @asynccontextmanager
 async def waiting(checkpoint: Path, listener: StagesListener) -> AsyncIterator[None]:
     """A leader that waits for a stage."""
@@ -276,6 +301,52 @@ async def test_a_hostile_peer_is_refused_by_name(
         link.close("over")
     assert "refused what is no stage of this engine" in caplog.text
     assert why in caplog.text
+
+
+async def test_a_peer_that_is_gone_before_it_is_looked_at_is_refused_like_others(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = stages_listener()
+    async with waiting(checkpoint, listener), asyncio.timeout(WAIT_S):
+        with socket.create_connection(parse_address(listener.address)) as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+        link, _ = await join(place(listener.address, checkpoint), None)
+        link.close("over")
+    assert "refused what is no stage of this engine" in caplog.text
+    assert "never retrieved" not in caplog.text
+
+
+async def test_nothing_of_a_lost_stage_is_left_once_another_has_joined(checkpoint: Path) -> None:
+    listener = stages_listener()
+    async with waiting(checkpoint, listener), asyncio.timeout(WAIT_S):
+        link, _ = await join(place(listener.address, checkpoint), None)
+        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith("engine stage 1 at")]
+        assert len(tasks) == 2
+        link.close("over")
+        while link.reason == "over":
+            with contextlib.suppress(Unavailable):
+                link, _ = await join(place(listener.address, checkpoint), None)
+        await asyncio.wait(tasks)
+        link.close("over")
+
+
+async def test_a_host_that_cannot_start_its_stage_says_why(checkpoint: Path) -> None:
+    def no_room(program: Program) -> NoReturn:
+        raise OSError(12, "no room for a process")
+
+    async def be_a_host(address: str) -> str:
+        while True:
+            with contextlib.suppress(Unavailable):
+                link, _ = await join(place(address, checkpoint), None)
+                return await serve_leader(place(address, checkpoint), link, launcher=no_room)
+            await asyncio.sleep(0.05)
+
+    async with stages_listener() as listener, asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(be_a_host(listener.address))
+        with pytest.raises(Internal, match=r"stage 1 at .* failed: .*no room for a process"):
+            async with leading(spec(checkpoint), listener, worker_module=FAKE):
+                pass
+        assert "no room for a process" in await running
 
 
 @pytest.mark.parametrize(
