@@ -36,6 +36,7 @@ from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.checkpoint.formats import tensor_index, weight_files, weights_fingerprint
 from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.base.checkpoint.mmproj import mmproj_elements, mmproj_of, mmproj_settings, swapped_names
 from moonpool.base.checkpoint.weight_file import WeightFile
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.api_keys import hash_key, parse_keys
@@ -57,6 +58,7 @@ from moonpool.simulator.traces.weka import WekaSessions
 from tests.unit.base.checkpoint.folder import LLAMA, write_config, write_weights
 from tests.unit.base.checkpoint.test_gguf_tokenizer import write_sentencepiece
 from tests.unit.base.checkpoint.test_lora import write as write_adapter
+from tests.unit.base.checkpoint.test_mmproj import files as write_mmproj
 from tests.unit.base.rpc.certificates import issue
 from tests.unit.base.runtime.test_journal import OURS, counted
 
@@ -277,6 +279,11 @@ def _read_gguf(folder: Path) -> object:
     return found, Tokenizer.load(file).encode("Hello")
 
 
+def _read_mmproj(folder: Path) -> object:
+    model = folder / "model.gguf"
+    return mmproj_settings(model), mmproj_elements(model), swapped_names(mmproj_of(model))
+
+
 def _arranged(folder: Path) -> None:
     made = WeightFile(folder, "a")
     made.allocate(0, 3 * 4096)
@@ -444,6 +451,7 @@ READERS = (
     Reader("model with pictures", _whole_model, lambda folder: (load_config(folder), tensor_index(folder))),
     Reader("tiktoken", _tiktoken, lambda folder: Tokenizer.load(folder).encode("Hello")),
     Reader("GGUF", lambda folder: write_sentencepiece(folder / "model.gguf"), _read_gguf),
+    Reader("GGUF, part for pictures", write_mmproj, _read_mmproj),
     Reader("adapter", write_adapter, read_adapter),
     Reader("arranged weights", _arranged, _read_arranged, exact=True),
     Reader("configuration", _config_files, lambda folder: stack_settings(folder / "c.yaml", ())),

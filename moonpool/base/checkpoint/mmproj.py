@@ -5,7 +5,7 @@ Source: the converters of llama.cpp for these projectors. What files leave out h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -89,8 +89,10 @@ def mmproj_elements(model: Path) -> int:
 def swapped_names(file: GgufFile) -> bool:
     """Tell whether a file has the two matrices of networks under each other's names, as older converters wrote them."""
     up, down = (file.tensors.get(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
+    if up is None or down is None:  # who reads the tensors names the missing one
+        return False
     hidden = file.metadata.get("clip.vision.embedding_length")
-    return up is not None and down is not None and up.shape[-1] != hidden and down.shape[-1] == hidden
+    return up.shape[-1:] != (hidden,) and down.shape[-1:] == (hidden,)
 
 
 def _projected(file: GgufFile) -> object:
@@ -108,6 +110,15 @@ def _content_hash(path: Path, size: int, changed_ns: int) -> str:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
+def _list(file: GgufFile, key: str, value: object) -> list[Any]:
+    """Return a key's list; [] if the key is missing."""
+    if value is None:
+        return []
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise CheckpointError(f"{file.path}: {key} must be a list, not {value!r}")
+    return list(value)
+
+
 class _Fields:
     """What the part for pictures and the model say.
 
@@ -123,7 +134,8 @@ class _Fields:
     def __init__(self, file: GgufFile, model: GgufFile) -> None:
         self.file, self._given = file, JsonFields(file.metadata, file.path.name)
         self.architecture = str(model.metadata["general.architecture"])
-        self.sections = list(model.metadata.get(f"{self.architecture}.rope.dimension_sections") or [])[:3]
+        sections = f"{self.architecture}.rope.dimension_sections"
+        self.sections = _list(model, sections, model.metadata.get(sections))[:3]
         self.width = self.positive("projection_dim")
         up = file.tensors.get("v.blk.0.ffn_up.weight")
         if up is None or len(up.shape) != 2:
@@ -210,7 +222,7 @@ def _qwen3(found: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     positions = found.file.tensors.get("v.position_embd.weight")
     if positions is None:
         raise CheckpointError(f"{found.file.path}: tensor v.position_embd.weight is missing")
-    flags = found.get("is_deepstack_layers") or []
+    flags = _list(found.file, "clip.vision.is_deepstack_layers", found.get("is_deepstack_layers"))
     vision = {
         "hidden_size": found.vision["hidden_size"],
         "intermediate_size": found.vision["intermediate_size"],

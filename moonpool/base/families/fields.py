@@ -12,7 +12,7 @@ from moonpool.base.json_parts import parse_json
 
 MAX_COUNT = (1 << 31) - 1
 """Largest integer that a checkpoint's settings may have."""
-MAX_COUNTS = {"num_hidden_layers": 1 << 12}
+MAX_COUNTS = {"num_hidden_layers": 1 << 12, "clip.vision.block_count": 1 << 12}
 """The same by name, where parts of the model are made one by one."""
 
 
