@@ -1,5 +1,6 @@
 """The part for pictures beside a GGUF file, as somebody else may have written the part: values, or a clear error."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def files(
     folder: Path,
     kind: str = "qwen2vl",
     sections: object = (1, 1, 0),
-    tensors: dict[str, tuple[int, ...]] = TENSORS,
+    tensors: Mapping[str, tuple[int, ...]] = TENSORS,
     **changed: object,
 ) -> Path:
     """Write a model's header and the part for pictures beside it; return the model's file."""
