@@ -309,7 +309,7 @@ def test_model_create_and_inspect(tmp_path: Path) -> None:
     assert (report["tool_call_parser"], report["reasoning_parser"]) == ("hermes", "none")
     assert report["kv_token_bytes"] * report["block_size"] == report["kv_block_bytes"]
     assert report["fit_tokens"] == report["fit_blocks"] * report["block_size"] > 0
-    beside_kv = report["weight_bytes"] + report["work_bytes"] + report["program_bytes"]
+    beside_kv = sum(report[f"{part}_bytes"] for part in ("weight", "head", "work", "program"))
     assert report["engine_bytes"] == beside_kv + report["kv_context_bytes"]
     assert report["weights_in"] == "memory"
     assert report["fit_blocks"] == ((1 << 30) - beside_kv) // report["kv_block_bytes"]
