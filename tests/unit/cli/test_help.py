@@ -19,7 +19,8 @@ def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
     verbs = re.findall(r"^  ([a-z]+) {2,}", shown, re.MULTILINE)
     first = ["serve", "run", "chat", "pull", "list", "show", "rm", "ps", "stop", "generate", "demo", "help"]
     assert verbs[: len(first)] == first
-    assert sorted(verbs[-7:]) == ["adapter", "conductor", "decode", "gateway", "indexer", "kvstore", "prefill"]
+    services = ["adapter", "conductor", "decode", "gateway", "indexer", "kvstore", "prefill", "stage"]
+    assert sorted(verbs[-len(services) :]) == services
     assert "─ Commands ─" not in shown, "each verb stands under a heading"
 
 
