@@ -12,68 +12,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.base.kv.keys import slice_hash
-from moonpool.base.kv.pool import TELL_DEVICE, PoolPart
+from moonpool.base.kv.pool import PoolPart
 from moonpool.base.scheduling.steps import LayerDone, Step
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.channel import ChannelClosed
 from moonpool.engine.messages import FetchBlocks, LoadKV, OpenKVGateMessage, StageDone, StageTokens
 from moonpool.engine.remote.link import StageLink
 from moonpool.engine.remote.messages import KVSlice, SlotChanges
+from moonpool.engine.remote.slices import LandedSlices, write_slice
 
 log = get_logger(__name__)
 _TURN_SLICES: Final = 16
 """Slices that are sent between two looks at the connection's room."""
-
-
-class LandedSlices:
-    """What has landed in a part of the pool and is not sent yet, oldest first."""
-
-    def __init__(self, part: PoolPart) -> None:
-        self.part = part
-        layers = part.layer_end - part.layer_begin
-        self._written: NDArray[np.int64] = np.frombuffer(part.written, np.int64).reshape(layers, part.blocks)
-        self._seen = self._written.copy()
-        self._rows, self._all = [0] * layers, 0
-        self._waiting: dict[tuple[int, int], None] = {}  # layer, block
-        part.landed[-1] = TELL_DEVICE
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def look(self) -> None:
-        """Note what has landed since the last look; from now on the part tells what lands next."""
-        part = self.part
-        part.landed[-1] = TELL_DEVICE
-        landed = part.landed[-2]  # before the rows' counts, these before the slices' counts and bytes
-        if landed == self._all:
-            return
-        for row, count in enumerate(self._rows):
-            if part.landed[row] == count:
-                continue
-            self._rows[row] = part.landed[row]
-            written = self._written[row].copy()
-            blocks = (written != self._seen[row]).nonzero()[0].tolist()
-            self._seen[row] = written
-            layer = part.layer_begin + row
-            self._waiting.update(((layer, block), None) for block in blocks)
-        self._all = landed
-
-    def take(self, most: int, wanted: Callable[[int, int], bool] | None = None) -> list[KVSlice]:
-        """Return the next slices, at most so many, of those that are `wanted` by layer and block.
-
-        A slice that is gone or changes meanwhile is left out: nobody needs the slice, or it lands again.
-        """
-        keys = self._waiting if wanted is None else filter(lambda key: wanted(*key), self._waiting)
-        taken = [key for _, key in zip(range(most), keys, strict=False)]
-        found = []
-        for layer, block in taken:
-            del self._waiting[layer, block]
-            data, value = self.part.find(layer, block), self.part.hash_of(layer, block)
-            copy = b"" if data is None else bytes(data)
-            if copy and slice_hash(copy) == value:
-                found.append(KVSlice(layer, block, value, True, copy))
-        return found
 
 
 class RemoteWorker:
@@ -254,18 +204,8 @@ class RemoteWorker:
 
     def _store(self, found: KVSlice) -> None:
         """Take KV that the stage has computed."""
-        part = self._part
-        if part is None or not (part.layer_begin <= found.layer < part.layer_end and 0 <= found.block < part.blocks):
-            self.link.close(f"sent KV of layer {found.layer} and block {found.block}, which it does not have")
-            return
-        target = part.find(found.layer, found.block)
-        if target is None:  # the window has passed the block
-            return
-        if len(found.data) != target.nbytes or slice_hash(found.data) != found.value:
-            self.link.close(f"sent damaged KV of layer {found.layer}")
-            return
-        target[:] = found.data
-        if found.sealed:
+        part = write_slice(self._part, found, self.link.close)
+        if part is not None and found.sealed:
             part.set_hash(found.layer, found.block, found.value)
 
     def _on_our_clock(self, message: Any) -> Any:

@@ -55,6 +55,7 @@ from moonpool.engine.remote.messages import (
 )
 from moonpool.engine.remote.peer_check import check_peer
 from moonpool.engine.remote.schema import SchemaError
+from moonpool.engine.remote.slices import write_slice
 from moonpool.engine.start_engine import WORKER, rank_page
 from moonpool.engine.worker_process import WorkerProcess, is_stopped, spawn_worker, worker_environment
 
@@ -274,19 +275,10 @@ class _StageHost:
             self._fetches[order.number] = order.blocks
 
     def _land(self, found: KVSlice) -> None:
-        part = self._part
-        if part is None or not (part.layer_begin <= found.layer < part.layer_end and 0 <= found.block < part.blocks):
-            self._link.close(f"sent KV of layer {found.layer} and block {found.block}, which this stage does not have")
-            return
-        target = part.find(found.layer, found.block)
-        if target is None:  # the window has passed the block
-            return
-        if len(found.data) != target.nbytes or slice_hash(found.data) != found.value:
-            self._link.close(f"sent damaged KV of layer {found.layer}")
-            return
-        target[:] = found.data
-        part.land(found.layer, found.block, found.value)
-        self._unstored.discard(found.block)
+        part = write_slice(self._part, found, self._link.close)
+        if part is not None:
+            part.land(found.layer, found.block, found.value)
+            self._unstored.discard(found.block)
 
     def _move_slots(self, message: SlotChanges) -> None:
         part = self._part
