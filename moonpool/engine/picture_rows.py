@@ -31,7 +31,7 @@ from moonpool.base.transport.peer_clients import PeerClients
 from moonpool.engine.request import IncomingRequest, RequestRows
 from moonpool.v1 import kv_pb2
 
-READ_TIMEOUT_S = 0.5
+READ_TIMEOUT_S = 1.0
 """Longest wait for the rows of a prompt: encoding is bounded, too, and a prompt waits meanwhile."""
 PUT_TIMEOUT_S = 10.0
 PAUSE_S = 2.0
