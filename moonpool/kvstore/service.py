@@ -171,11 +171,13 @@ def open_tiers(
     `files` gives the file layer of a data folder; None: the file system.
     """
     pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"))
-    account, arena = TenantAccount.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
+    account = TenantAccount.of(config.tenants, "dram", config.picture_dram_bytes)
+    arena = Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
-    account, admission = TenantAccount.of(config.tenants, "ssd"), SsdAdmission(config.ssd_admission, pins)
+    account = TenantAccount.of(config.tenants, "ssd", config.picture_ssd_bytes)
+    admission = SsdAdmission(config.ssd_admission, pins)
     layers = [files(path) for path in config.data_dir] if files is not None else ()
     return dram, open_tier(
         config.data_dir,

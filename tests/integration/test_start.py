@@ -91,7 +91,10 @@ def test_a_taken_port_is_found_before_anything_is_done(flag: str) -> None:
             check=False,
         )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"moonpool: {flag}: another program listens at 127.0.0.1:{port}\n"
+    assert done.stderr.splitlines() == [
+        f"moonpool: {flag}: another program listens at 127.0.0.1:{port}",
+        "docs/errors.md#port-taken tells more.",
+    ]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from typing import TextIO, TypeVar
 from moonpool.base import world
 from moonpool.base.config import ServiceConfig, check_free
 from moonpool.base.errors import CheckpointError, ConfigError, Mismatch, Unavailable
+from moonpool.base.remedies import remedy
 from moonpool.base.rpc.tuning import hand_freed_memory_back, tune_gc, tune_grpc, tune_malloc
 from moonpool.base.telemetry import logs
 from moonpool.base.telemetry.spans import CURRENT, Recorder, SpanExporter
@@ -307,7 +308,8 @@ def _exit_code(name: str, exc: BaseException) -> int:
 
 def _refuse(name: str, error: BaseException, code: int = EXIT_CONFIG) -> int:
     text = " ".join(str(error).split())
-    sys.stderr.write(f"{name}: {text}\n")
+    place = remedy(text)
+    sys.stderr.write(f"{name}: {text}" + (f" ({place} tells more)" if place else "") + "\n")
     sys.stderr.flush()
     return code
 
