@@ -133,8 +133,7 @@ class LightningAttention(torch.nn.Module):
         self.query_key_value = torch.nn.Linear(hidden, 3 * width, bias=False)
         self.g_proj = torch.nn.Linear(hidden, width, bias=False)
         self.dense = torch.nn.Linear(width, hidden, bias=False)
-        for name in ("query_layernorm", "key_layernorm"):
-            setattr(self, name, torch.nn.RMSNorm(self.SIZE, eps=1e-6))
+        self.query_layernorm, self.key_layernorm = (torch.nn.RMSNorm(self.SIZE, eps=1e-6) for _ in range(2))
         self.g_norm = torch.nn.RMSNorm(width, eps=1e-6)
         slopes = [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]  # of ALiBi with six heads
         self.decay = -torch.tensor(slopes) * (1 - (layer - 1) / (layers - 1) + 1e-5)
@@ -154,7 +153,7 @@ class LightningAttention(torch.nn.Module):
         """Half of each head is rotated, its two halves together."""
         half = self.ROTATED // 2
         angles = torch.arange(len(heads))[:, None, None] * 6e5 ** (-torch.arange(half) / half)
-        first, second, rest = heads.split([half, half, self.SIZE - self.ROTATED], dim=2)
+        first, second, rest = torch.split(heads, [half, half, self.SIZE - self.ROTATED], dim=2)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=2)
 
@@ -167,7 +166,8 @@ def hybrid() -> transformers.PreTrainedModel:
     for index in (0, 2):
         model.model.layers[index].self_attn = LightningAttention(64, index, 5)
     draw(model, tied=False)
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 def hybrid_folder(model: transformers.PreTrainedModel, path: Path) -> Path:

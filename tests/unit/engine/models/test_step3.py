@@ -156,7 +156,7 @@ def test_a_folder_in_fp8_has_scales_of_blocks_for_all_experts_together(tmp_path:
 
 def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of blocks of 16 by 16, of [experts, outputs, inputs]."""
-    blocks = weight.detach().unflatten(1, (-1, 16)).unflatten(3, (-1, 16))
+    blocks = torch.unflatten(torch.unflatten(weight.detach(), 1, (-1, 16)), 3, (-1, 16))
     scales = blocks.abs().amax((2, 4)) / 448
     codes = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
     return codes.view(weight.shape), scales
