@@ -18,6 +18,8 @@ NATIVE_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
 GPU_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `moonpool.engine.kernels.triton`."""
+GPU_LATENT = 512, 128
+"""`MAX_VALUE_DIM` and `MAX_REST` of `moonpool.engine.kernels.triton`."""
 NATIVE_CHOSEN = 64
 """`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
@@ -472,10 +474,18 @@ class DecoderSpec:
         reasons = (
             (FALLBACK, bool(self.other)),
             ("a recurrent state", self.recurrent),
-            ("latent attention", any(layer.attention.latent is not None for layer in self.every)),
+            ("an indexer of keys", any(layer.indexer is not None for layer in self.layers)),
+            (
+                f"latent vectors of more than {GPU_LATENT[0]} and {GPU_LATENT[1]} elements",
+                any(
+                    not _latent_on_gpu(layer.attention.latent)
+                    for layer in self.every
+                    if layer.attention.latent is not None
+                ),
+            ),
             (
                 f"heads of more than {GPU_HEAD_DIM} elements",
-                any(layer.attention.head_dim > GPU_HEAD_DIM for layer in self.every),
+                any(layer.attention.head_dim > GPU_HEAD_DIM for layer in self.every if layer.attention.latent is None),
             ),
         )
         return next((word for word, found in reasons if found), "")
@@ -498,6 +508,10 @@ class DecoderSpec:
         rope = self.ropes[layer.attention.rope]
         partial = rope.width != layer.attention.head_dim or rope.by_length is not None
         return "rotary embeddings of a part of each head" if partial else ""
+
+
+def _latent_on_gpu(latent: LatentSpec) -> bool:
+    return latent.kv_rank <= GPU_LATENT[0] and 0 < latent.rope_width <= GPU_LATENT[1]
 
 
 def described_ways(reasons: Sequence[str], first: int = 0) -> str:
