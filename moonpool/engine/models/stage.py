@@ -438,7 +438,9 @@ class StageModel:
         """Return attention's result, or that of what stands in its place, [T, hidden]."""
         attention, spec = weights.attention, weights.spec.attention
         if isinstance(attention, RecurrentWeights):
-            return attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
+            rotated = attention.spec.kind == "lightning" and spec.rope is not None
+            angles = self._angles(batch, spec.rope or 0) if rotated else None
+            return attention(normed, batch, kv, self.undo, angles, deterministic=self.deterministic)
         if isinstance(attention, LatentWeights):
             return self._latent_attention(attention, spec, normed, batch, kv, scales)
         assert isinstance(attention, AttentionWeights)
