@@ -35,9 +35,14 @@ engine:
 
 def page() -> str:
     """The text of docs/flags.md."""
-    parts = [HEAD, "\n## Every service\n\n", _table(ServiceConfig, {})]
+    common = {name for name in config_class("prefill").model_fields if _alike(name)}
+    parts = [HEAD, "\n## Every service\n\n", _table(ServiceConfig, set(ServiceConfig.model_fields))]
     for kind in (*SERVICES, "stage", "adapter", "indexer"):
-        parts += [f"\n## {kind}\n\n", _table(config_class(kind), ServiceConfig.model_fields)]
+        cls = config_class(kind)
+        own = {name for name in cls.model_fields if name not in ServiceConfig.model_fields or _differs(cls, name)}
+        if kind == "prefill":
+            parts += ["\n## prefill and decode\n\n", _table(cls, own & common)]
+        parts += [f"\n## {kind}\n\n", _table(cls, own - common if kind in ("prefill", "decode") else own)]
     parts += ["\n## Former names\n\n| former | now |\n|---|---|\n"]
     parts += [f"| `{old}` | {' or '.join(f'`{name}`' for name in now)} |\n" for old, now in RENAMED.items()]
     parts += ["\n## No longer settings\n\n| former | constant |\n|---|---|\n"]
@@ -45,21 +50,27 @@ def page() -> str:
     return "".join(parts)
 
 
-def _table(cls: type[ServiceConfig], common: object) -> str:
-    flags = {name for names in cls.flags().values() for name in names}
-    names = sorted(
-        (
-            name
-            for name in cls.model_fields
-            if not isinstance(common, dict) or name not in common or _differs(cls, name)
-        ),
-        key=lambda name: name not in flags,
-    )
+def _table(cls: type[ServiceConfig], shown: set[str]) -> str:
+    flags = _flags(cls)
+    names = sorted((name for name in cls.model_fields if name in shown), key=lambda name: name not in flags)
     lines = ["| setting | default | meaning |\n|---|---|---|\n"]
     for name in names:
-        shown = f"`--{name.replace('_', '-')}`" if name in flags else f"`{name}`"
-        lines.append(f"| {shown} | {_default(cls, name)} | {_cell(cls.model_fields[name].description or '')} |\n")
+        written = f"`--{name.replace('_', '-')}`" if name in flags else f"`{name}`"
+        lines.append(f"| {written} | {_default(cls, name)} | {_cell(cls.model_fields[name].description or '')} |\n")
     return "".join(lines)
+
+
+def _flags(cls: type[ServiceConfig]) -> set[str]:
+    return {name for names in cls.flags().values() for name in names}
+
+
+def _alike(name: str) -> bool:
+    """Whether prefill and decode state a setting in the same words, with the same default."""
+    prefill, decode = config_class("prefill"), config_class("decode")
+    if name not in decode.model_fields or (name in _flags(prefill)) != (name in _flags(decode)):
+        return False
+    told = [(cls.model_fields[name].description, _default(cls, name)) for cls in (prefill, decode)]
+    return told[0] == told[1]
 
 
 def _differs(cls: type[ServiceConfig], name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writes docs/measured/kernel-resources.md: `python -m tools.gen_kernel_resources`. Tests compare it with the compiler.
+"""Writes what GPU kernels take to a file of tests, which compare it: `python -m tools.gen_kernel_resources`.
 
 Compiles every kernel for some models and for GPUs that may be absent, in some minutes of processor time.
 """
@@ -27,7 +27,7 @@ from moonpool.engine.kernels.triton.variants import (
 )
 from tools.compiled_kernels import AMPERE, HOPPER, Gpu, Launch, Resources, caught, compile_for, resources_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "measured" / "kernel-resources.md"
+PAGE = Path(__file__).parents[1] / "tests/unit/engine/kernels/test_triton/resources.md"
 GPUS = (HOPPER, AMPERE)
 STEP_TOKENS, LONGEST = 8192, 131_072
 HEAD = """# What the GPU kernels take
@@ -186,7 +186,7 @@ def table(shape: Shape, gpus: Sequence[Gpu] = GPUS) -> dict[Row, list[tuple[int,
 
 
 def page() -> str:
-    """The text of docs/measured/kernel-resources.md."""
+    """The text of `PAGE`."""
     gpus = " and ".join(gpu.name for gpu in GPUS)
     limits = " and ".join(f"{gpu.limits.shared_bytes >> 10} ({gpu.name})" for gpu in GPUS)
     version = f"Triton {importlib.metadata.version('triton')}"

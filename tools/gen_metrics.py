@@ -1,6 +1,8 @@
 """Writes docs/metrics.md from the tables of metrics: `python -m tools.gen_metrics`. A test compares the two."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +72,31 @@ SERVICES: dict[str, Sequence[Table]] = {
 
 
 def page() -> str:
-    """The text of docs/metrics.md."""
-    return HEAD + "".join(_section(service, tables) for service, tables in SERVICES.items())
+    """The text of docs/metrics.md: metrics that services have in common stand in a section of these services."""
+    sections: dict[tuple[str, ...], list[str]] = {tuple(SERVICES): []}
+    common: dict[tuple[str, str], list[str]] = {}
+    for service, tables in SERVICES.items():
+        for name, said in _rows(service, tables):
+            common.setdefault((name, said), []).append(service)
+    for (name, said), services in sorted(common.items()):
+        names = dict.fromkeys(f"`{name.format(service=service)}`" for service in services)
+        sections.setdefault(tuple(services), []).append(f"| {', '.join(names)} | {said} |\n")
+    parts = [HEAD]
+    for kinds in sorted(sections, key=lambda kinds: (-len(kinds), [*SERVICES].index(kinds[0]))):
+        title = "every service" if len(kinds) == len(SERVICES) else ", ".join(kinds)
+        parts += [f"\n## {title}\n\n| metric | kind | at rest | meaning |\n|---|---|---|---|\n", *sections[kinds]]
+    return "".join(parts)
 
 
-def _section(service: str, tables: Iterable[Table]) -> str:
-    rows = [
-        _row(f"moonpool_{service}_{metric.name}", metric.kind.value, metric.help, metric.at_rest)
-        for table in tables
-        for metric in table
-    ]
-    rows += [_family_row(family) for family in _families(service)]
-    return f"\n## {service}\n\n| metric | kind | at rest | meaning |\n|---|---|---|---|\n{''.join(sorted(rows))}"
+def _rows(service: str, tables: Iterable[Table]) -> Iterator[tuple[str, str]]:
+    """A service's metrics: the name, with `{service}` in place of the service, and the other cells."""
+    for metric in itertools.chain.from_iterable(tables):
+        at_rest = "" if metric.at_rest is None else f"{metric.at_rest:g}"
+        yield f"moonpool_{{service}}_{metric.name}", f"{metric.kind.value} | {at_rest} | {metric.help}"
+    for family in _families(service):
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        name = re.sub(f"^moonpool_{service}_", "moonpool_{service}_", name)
+        yield name, f"{family.type} |  | {family.documentation}"
 
 
 def _families(service: str) -> Iterable[MetricFamily]:
@@ -100,15 +115,6 @@ def _families(service: str) -> Iterable[MetricFamily]:
             GatewayMetrics(metrics, world.monotonic)
             metrics.registry.register(EngineCollector(lambda: None, lambda _: ""))
     return metrics.registry.collect()
-
-
-def _family_row(family: MetricFamily) -> str:
-    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-    return _row(name, family.type, family.documentation, None)
-
-
-def _row(name: str, kind: str, text: str, at_rest: float | None) -> str:
-    return f"| `{name}` | {kind} | {'' if at_rest is None else f'{at_rest:g}'} | {text} |\n"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from moonpool.cli.generate import CHAT_PROMPT
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "screens.md"
 COLUMNS, LINES = 80, 120
+LONGEST = 32
+"""Lines of a screen that the page has; a help page is whole."""
 STACK = "serve bundled --engine emulated:llama-70b-a800"
 WAIT_S = 0.2
 LONGEST_WAITS = 900
@@ -114,7 +116,7 @@ ENDED = ("rerun journal", "simulate replay --journal journal --policy kvcache_ce
 HEAD = """# Screens
 
 `python -m tools.screens` writes this page: every verb as a terminal of 80 columns shows it. Compute of the stack is
-emulated, times are those of one run, and keys are masked.
+emulated, times are those of one run, and keys are masked. Long tables end in "...".
 """
 
 
@@ -213,9 +215,15 @@ def page() -> str:
             shown = [*screens(terminal)]
         finally:
             terminal.tmux("kill-server")
-    parts = [f"\n```\n$ moonpool {verb}\n{text}\n```\n" for verb, text in shown]
+    parts = [f"\n```\n$ moonpool {verb}\n{text if verb in HELP else shortened(text)}\n```\n" for verb, text in shown]
     text = re.sub(r"\bmp-[\w-]{32}\b", f"mp-{'x' * 32}", "".join(parts))
     return HEAD + text.replace(name, "/tmp").replace(str(Path.home()), "~").replace(str(ROOT), "~/moonpool")
+
+
+def shortened(text: str) -> str:
+    """At most `LONGEST` lines of a text."""
+    lines = text.split("\n")
+    return text if len(lines) <= LONGEST else "\n".join([*lines[: LONGEST - 1], "..."])
 
 
 def screens(terminal: Terminal) -> Iterator[tuple[str, str]]:

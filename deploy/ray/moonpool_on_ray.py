@@ -7,6 +7,7 @@ answers end.
 
 import argparse
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -57,10 +58,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=50051, help="of the conductor")
     parser.add_argument("--http-port", type=int, default=8000)
     given = parser.parse_args()
-    ended = threading.Event()
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an event, safe in a signal handler
     ray.init(ignore_reinit_error=True)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda *_: ended.put(None))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     model, any_port = ("--model", given.model), ("--listen", "0.0.0.0:0")
     on_this_node = Service.options(scheduling_strategy=here)
@@ -77,7 +78,7 @@ def main() -> None:
     gateway = on_this_node.remote("gateway", *model, "--listen", f"0.0.0.0:{given.http_port}", *conductor)
     ray.get([service.address.remote() for service in running])
     print(f"ready: http://{ray.get(gateway.address.remote())}", flush=True)
-    ended.wait()
+    ended.get()
     statuses = ray.get([service.drain.remote() for service in (gateway, *running)])
     print(f"drained: {statuses}", flush=True)
     raise SystemExit(max(statuses))

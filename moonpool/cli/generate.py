@@ -22,6 +22,7 @@ from moonpool.base.errors import (
     UnsupportedModel,
 )
 from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.remedies import remedy
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.addresses import addresses
 from moonpool.cli.options import Engines
@@ -32,13 +33,19 @@ from moonpool.client.transport import NotConnected
 
 
 def error_advice(error: MoonpoolError) -> str:
-    """A sentence that says what to do next; "" if the error says enough."""
+    """Sentences that say what to do next; "" if the error says enough."""
+    code = "unavailable" if isinstance(error, Unavailable) else "timeout" if isinstance(error, DeadlineExceeded) else ""
+    place = remedy(error.message, error.reason if isinstance(error, Overloaded) else code)
+    return " ".join(filter(None, (_next_step(error), f"{place} tells more." if place else "")))
+
+
+def _next_step(error: MoonpoolError) -> str:
     if isinstance(error, NotConnected):
         return "`moonpool serve MODEL` starts a stack here; --address HOST:PORT names the conductor of another one."
     if isinstance(error, Overloaded):
         return f"Try again in {max(1.0, error.retry_after_s):.0f} s; `moonpool state` shows how busy it is."
     if isinstance(error, Unavailable | DeadlineExceeded):
-        return "`moonpool state` shows which instances there are and how busy they are; docs/errors.md tells more."
+        return "`moonpool state` shows which instances there are and how busy they are."
     if isinstance(error, UnsupportedModel):
         return "docs/models.md says which models are supported; `moonpool pull smollm2` fetches one that is."
     return ""

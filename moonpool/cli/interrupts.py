@@ -1,6 +1,7 @@
 """Ctrl-C while a stack starts or ends: answered at once with a word; again, the services end at once."""
 
 import contextlib
+import queue
 import signal
 import sys
 import threading
@@ -11,6 +12,33 @@ from moonpool.cli.stack import ServiceProcess
 
 STOPPING = "stopping; Ctrl-C again stops at once"
 STOPPING_NOW = "stopping now"
+
+
+class StopFlag:
+    """Set by signal handlers of a thread, and waited for by that thread.
+
+    `threading.Event` holds its lock within `wait` and `set`: a handler that runs inside a `wait` would never return.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt any other call
+
+    def is_set(self) -> bool:
+        """Whether `set` was called."""
+        return self._set
+
+    def set(self) -> None:
+        """Set the flag and wake the thread that waits."""
+        self._set = True
+        self._wakes.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the flag is set, at most `timeout_s` seconds; return whether it is set."""
+        if not self._set:
+            with contextlib.suppress(queue.Empty):
+                self._wakes.get(timeout=timeout_s)
+        return self._set
 
 
 class StackInterrupts:
@@ -68,6 +96,9 @@ def answered_interrupts() -> Iterator[StackInterrupts]:
 
 
 def tell(text: str) -> None:
-    """Print on standard error, if anybody reads there; on a terminal below the line that has `^C`."""
-    with contextlib.suppress(OSError):
+    """Print on standard error, if anybody reads there; on a terminal below the line that has `^C`.
+
+    A handler that interrupted another print says nothing: the stream is not reentrant.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
         print(f"\n{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import signal
 import socket
 import tempfile
 import textwrap
-import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from moonpool.base.kv import native_library
 from moonpool.base.native.build import BuildError, build
 from moonpool.cli.engine_plan import decide_engines, engine_memory, memory_text, tell_memory
 from moonpool.cli.forks import forked_services
-from moonpool.cli.interrupts import STOPPING_NOW, answered_interrupts, tell
+from moonpool.cli.interrupts import STOPPING_NOW, StopFlag, answered_interrupts, tell
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, setting_of
@@ -198,9 +197,9 @@ def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:
     progress.finish("kernels")
 
 
-def _stop_at_signals(stack: LocalStack) -> threading.Event:
-    """An event that SIGINT and SIGTERM set, each with a word; a further signal ends the services at once."""
-    stopping = threading.Event()
+def _stop_at_signals(stack: LocalStack) -> StopFlag:
+    """A flag that SIGINT and SIGTERM set, each with a word; a further signal ends the services at once."""
+    stopping = StopFlag()
 
     def stop(*_: object) -> None:
         again = stopping.is_set()
@@ -277,7 +276,7 @@ def emulated_fields(plan: StackPlan) -> dict[str, object]:
     return {} if found is None else {"emulated": found[0].name, "time_scale": found[1]}
 
 
-def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) -> str:
+def _supervise(stack: LocalStack, stopping: StopFlag, say: ReportStatus) -> str:
     """Restart services until a signal comes; return why a service was given up, or ""."""
 
     def on_end(name: str, status: int, pause_s: float) -> None:
@@ -298,7 +297,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
     return ""
 
 
-def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
+def _wait_for_end(stack: LocalStack, stopping: StopFlag) -> str:
     """Wait for a signal or a service's end; return which service ended, or ""."""
     while not stopping.wait(SUPERVISE_INTERVAL_S):
         for service in list(stack.services.values()):

@@ -10,7 +10,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.rpc.api_keys import ClientPortConfig
 from moonpool.base.transport.config import TransportConfig
 from moonpool.kvstore.eviction.policies import POLICIES
-from moonpool.kvstore.eviction.tenants import TenantRow, check_rows
+from moonpool.kvstore.eviction.tenants import QuotaKind, TenantRow, check_rows
 
 
 def _policy_known(name: str) -> str:
@@ -77,6 +77,13 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
     pin_bytes: ByteSize | None = Field(
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )
+    picture_share: float = Field(
+        1 / 16,
+        ge=0,
+        lt=1,
+        description="share of each tier for encoded pictures: the most that they may have, and what KV cannot take "
+        "from them; KV uses what they leave; 0 = no pictures are kept",
+    )
     tenants: Annotated[dict[str, TenantRow], BeforeValidator(read_mapping)] = Field(
         default_factory=dict,
         description="what tenants are granted, as YAML or JSON: {NAME: {dram_guarantee_bytes, dram_quota_bytes, "
@@ -103,6 +110,20 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
     @property
     def pin_budget_bytes(self) -> int:
         return self.dram_bytes // 2 if self.pin_bytes is None else self.pin_bytes
+
+    @property
+    def picture_dram_bytes(self) -> int:
+        """DRAM for encoded pictures; guarantees of tenants come first."""
+        return self._picture_bytes("dram", self.dram_bytes)
+
+    @property
+    def picture_ssd_bytes(self) -> int:
+        """SSD for encoded pictures; guarantees of tenants come first."""
+        return self._picture_bytes("ssd", self.durable_bytes)
+
+    def _picture_bytes(self, tier: QuotaKind, capacity: int) -> int:
+        granted = sum(row.guarantee(tier) for row in self.tenants.values())
+        return min(int(self.picture_share * capacity), capacity - granted)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -191,7 +191,7 @@ class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.G
         return self._resources.reads.resident(keys, self.format, most)
 
     def _used(self, keys: Sequence[BlockKey], blocks: Sequence[DramBlock], begin: float) -> None:
-        self._resources.reads.used(keys, blocks)
+        self._resources.reads.used(self.format, keys, blocks)
         if blocks:
             self._resources.on_read(False, world.monotonic() - begin)
 

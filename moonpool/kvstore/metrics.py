@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moonpool.base import world
 from moonpool.base.cluster.kv_events import KVEventJournal
+from moonpool.base.kv.blocks import PICTURES
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.reuse_stats import KeySample, ReuseSample
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
@@ -29,6 +30,7 @@ SSD_METRICS: tuple[Metric[SsdTier], ...] = (
     Metric("ssd_segments", "Segment files on SSD.", lambda ssd: len(ssd.catalogue.segments)),
     Metric("ssd_bytes", "Bytes of segment files on SSD.", lambda ssd: ssd.used_bytes),
     Metric("ssd_live_bytes", "Bytes on SSD of records that are in use.", lambda ssd: ssd.catalogue.live.total_bytes),
+    Metric("picture_ssd_bytes", "Bytes on SSD of encoded pictures.", lambda ssd: ssd.account.used[PICTURES]),
     Metric("ssd_capacity_bytes", "Size of the SSD tier in bytes.", lambda ssd: ssd.capacity_bytes),
     Metric(
         "ssd_locked_blocks",
@@ -240,6 +242,26 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
     counter("ssd_hits_total", "Blocks found on SSD by readers.", lambda measured: measured.store.reads.ssd_hits),
     counter(
         "misses_total", "Blocks that readers asked for and did not find.", lambda measured: measured.store.reads.misses
+    ),
+    Metric(
+        "picture_dram_bytes",
+        "Bytes of encoded pictures in DRAM.",
+        lambda measured: measured.store.tiers.dram.account.used[PICTURES],
+    ),
+    counter(
+        "picture_evictions_total",
+        "Blocks of encoded pictures evicted from DRAM.",
+        lambda measured: measured.store.tiers.dram.picture_evictions,
+    ),
+    counter(
+        "picture_hits_total",
+        "Blocks of encoded pictures that readers found, in either tier.",
+        lambda measured: measured.store.reads.picture_hits,
+    ),
+    counter(
+        "picture_misses_total",
+        "Blocks of encoded pictures that readers asked for and did not find.",
+        lambda measured: measured.store.reads.picture_misses,
     ),
     counter("promotions_total", "Blocks read from SSD into DRAM.", lambda measured: measured.store.reads.promotions),
     counter(

@@ -218,7 +218,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 
     def _waits(self, spec: PutSpec) -> bool:
-        return bool(self._rooms) and self._rooms.waits(self._writes.wait_group(spec.tenant))
+        return bool(self._rooms) and self._rooms.waits(self._writes.wait_group(spec.account))
 
     def _attempt_open(self, entry: _PutEntry, spec: PutSpec) -> PutTransfer | None:
         return self._writes.open(
@@ -236,7 +236,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     async def _when_room(self, entry: _PutEntry, spec: PutSpec) -> None:
         """Open an unopened transfer, then write the backlog, as room appears."""
-        timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
+        timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.account)
         try:
             transfer = entry.transfer
             if transfer is None:

@@ -27,7 +27,6 @@ from moonpool.base.rpc.roles import own_tenant, tenant_of
 from moonpool.base.rpc.server import Service, serving
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.rpc.tls import Security
-from moonpool.base.rpc.tuning import raise_open_files_limit
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
@@ -171,11 +170,13 @@ def open_tiers(
     `files` gives the file layer of a data folder; None: the file system.
     """
     pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"))
-    account, arena = TenantAccount.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
+    account = TenantAccount.of(config.tenants, "dram", config.picture_dram_bytes)
+    arena = Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
-    account, admission = TenantAccount.of(config.tenants, "ssd"), SsdAdmission(config.ssd_admission, pins)
+    account = TenantAccount.of(config.tenants, "ssd", config.picture_ssd_bytes)
+    admission = SsdAdmission(config.ssd_admission, pins)
     layers = [files(path) for path in config.data_dir] if files is not None else ()
     return dram, open_tier(
         config.data_dir,
@@ -353,7 +354,6 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Pat
         ConfigError: a setting is refused.
         Mismatch: a conductor refuses the store.
     """
-    raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config, files)
     await asyncio.to_thread(native_library.build_ahead, ctx.starting)
     await asyncio.to_thread(copy_verified.prepare)

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import typer.main
 
+from moonpool.base import errors
 from moonpool.base.config import ServiceConfig
+from moonpool.base.remedies import CODES, PAGE, WORDS
 from moonpool.cli import contexts, kvstore
 from moonpool.cli.main import app
 from moonpool.conductor.config import ConductorConfig
+from moonpool.conductor.request_metrics import REASONS
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.remote.config import StageConfig
@@ -136,11 +139,29 @@ def test_the_commands_of_the_first_pages_are_found() -> None:
         assert len({each.where for each in found[name]}) >= fences, name
 
 
-def test_the_page_of_errors_has_the_words_of_the_code(sources: str) -> None:
-    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    words = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
-    assert [each for each in words if each not in sources] == []
-    assert len(words) > 15
+def test_the_page_of_errors_has_the_words_of_the_code_each_at_its_anchor(sources: str) -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    rows = [
+        (re.findall(r'<a id="([\w-]+)"></a>`([^`]+)`', line), line) for line in text.splitlines() if "<a id=" in line
+    ]
+    assert [anchors for anchors, _ in rows if not anchors] == []
+    assert len({anchor for anchors, _ in rows for anchor, _ in anchors}) == text.count("<a id=")
+    by_words = {word: anchors[0][0] for anchors, line in rows if anchors[0][0] not in CODES
+                for word in re.findall("`([^`]+)`", line.split(" | ")[0])}  # fmt: skip
+    assert by_words == WORDS
+    assert {(anchor, name) for anchors, _ in rows for anchor, name in anchors if anchor in CODES} == {
+        (code, code) for code in CODES
+    }
+    assert [word for word in WORDS if word not in sources] == []
+
+
+def test_the_page_of_errors_has_every_code_over_http_and_every_class(sources: str) -> None:
+    http = re.findall(r'HttpError\(\s*[\w.]+,\s*"(\w+)"|\bcode="(\w+)"', sources)
+    assert {code for pair in http for code in pair if code} <= CODES
+    assert set(REASONS) <= CODES | {"invalid"}
+    named = set(re.findall(r"`(\w+)`", (ROOT / PAGE).read_text(encoding="utf-8")))
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and not name.startswith("_")}
+    assert classes - named == {"MoonpoolError"}
 
 
 def test_variables_of_the_environment(sources: str) -> None:

@@ -25,6 +25,7 @@ from moonpool.base.errors import CheckpointError, InvalidRequest
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that `template_kwargs` cannot set."""
+_PRIVATE = re.compile("[\\ue000-\\uf8ff]")
 _ROLES = ("assistant", "developer", "function", "ipython", "model", "system", "tool", "user")
 
 
@@ -51,6 +52,7 @@ class RenderedChat:
     Attributes:
         text: the whole text.
         literals: begin and end of control tokens in `text` that the conversation brought; these are plain text.
+            Where both are the same, two texts meet: no control token lies across the place.
     """
 
     text: str
@@ -79,25 +81,34 @@ class ControlTokens:
             added: further tokens that templates write. The assistant's texts may become these, as the assistant's
                 answers do.
         """
-        self._all = _any_of((*special, *added))
-        self._special = _any_of(special)
+        self._all = _Tokens((*special, *added))
+        self._special = _Tokens(special)
 
     def choose_marks(self, texts: str) -> tuple[str, str, str]:
-        """Return three characters that are not in `texts`."""
-        unused = (char for char in map(chr, range(0xE000, 0xF8FF)) if char not in texts)
-        begin, end, stop = islice(unused, 3)
+        """Return three characters that are not in `texts`.
+
+        Raises:
+            InvalidRequest: `texts` have nearly all characters for private use.
+        """
+        used = set(_PRIVATE.findall(texts))
+        unused = list(islice((char for char in map(chr, range(0xE000, 0xF900)) if char not in used), 3))
+        if len(unused) < 3:
+            raise InvalidRequest("messages", "have all characters for private use (U+E000 to U+F8FF); leave some out")
+        begin, end, stop = unused
         return begin, end, stop
 
     def mark(self, value: Any, begin: str, end: str, *, assistant: bool = False) -> Any:
-        """Return plain JSON data with `begin` and `end` around every control token within strings and keys."""
+        """Return plain JSON data with `begin` and `end` around every control token within strings and keys.
+
+        `begin` alone stands where a string ends with a part of a token, `end` alone where a string begins so: a
+        template may write the rest beside the string.
+        """
         tokens = self._special if assistant else self._all
         if isinstance(value, str):
-            return tokens.sub(lambda match: f"{begin}{match[0]}{end}", value)
+            return tokens.mark(value, begin, end)
         if isinstance(value, dict):
             return {
-                tokens.sub(lambda match: f"{begin}{match[0]}{end}", key): self.mark(
-                    item, begin, end, assistant=assistant
-                )
+                tokens.mark(key, begin, end): self.mark(item, begin, end, assistant=assistant)
                 for key, item in value.items()
             }
         if isinstance(value, list):
@@ -105,22 +116,58 @@ class ControlTokens:
         return value
 
     def unmark(self, text: str, begin: str, end: str) -> RenderedChat:
-        """Return `text` without marks. Marks that a template has cut from their tokens are dropped."""
+        """Return `text` without marks. A mark without its token is a place where two texts meet."""
         parts: list[str] = []
-        literals, length, last = [], 0, 0
-        for match in re.finditer(f"{begin}({self._all.pattern}){end}|[{begin}{end}]", text):
+        literals, length, last = list[tuple[int, int]](), 0, 0
+        for match in re.finditer(f"{begin}({self._all.pattern.pattern}){end}|[{begin}{end}]", text):
             token = match[1] or ""
             parts += [text[last : match.start()], token]
             length += match.start() - last + len(token)
-            if token:
-                literals.append((length - len(token), length))
+            literals.append((length - len(token), length))
             last = match.end()
-        return RenderedChat("".join((*parts, text[last:])), tuple(literals))
+        plain = "".join((*parts, text[last:]))
+        kept = (
+            (first, last) for first, last in dict.fromkeys(literals) if first < last or self._all.across(plain, first)
+        )
+        return RenderedChat(plain, tuple(kept))
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+class _Tokens:
+    """Some control tokens, to be found in texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+        self._longest = len(longest_first[0]) if longest_first else 0
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        begins = {text[:size] for text in longest_first for size in range(1, len(text))}
+        ends = {text[size:] for text in longest_first for size in range(1, len(text))}
+        # No parts of tokens that are words: templates compare texts with words.
+        self._begins = frozenset(part for part in begins if not part[0].isalnum())
+        self._ends = frozenset(part for part in ends if not part[-1].isalnum())
+
+    def mark(self, text: str, begin: str, end: str) -> str:
+        """Return `text` with marks; see `ControlTokens.mark`."""
+        inner = text.strip()  # as templates strip texts
+        sizes = range(1, min(len(inner) + 1, self._longest))
+        opens = any(inner[-size:] in self._begins for size in sizes)
+        closes = any(inner[:size] in self._ends for size in sizes)
+        marked = self.pattern.sub(lambda match: f"{begin}{match[0]}{end}", text)
+        if opens:
+            inner = marked.rstrip()
+            marked = f"{inner}{begin}{marked[len(inner) :]}"
+        if closes:
+            inner = marked.lstrip()
+            marked = f"{marked[: len(marked) - len(inner)]}{end}{inner}"
+        return marked
+
+    def across(self, text: str, place: int) -> bool:
+        """Tell whether a token in `text` begins before `place` and ends behind."""
+        start, stop = max(0, place - self._longest + 1), place + self._longest
+        while (found := self.pattern.search(text, start, stop)) is not None and found.start() < place:
+            if found.end() > place:
+                return True
+            start = found.start() + 1
+        return False
 
 
 class ChatTemplate:
@@ -238,10 +285,12 @@ class ChatTemplates:
         turns = with_own_ids(with_names([_plain_json(message) for message in messages]), self._row)
         if self._names_thinking:
             turns = [with_thinking(turn) for turn in turns]
+        # Arguments are read before marks are chosen: as JSON they may hide any character.
+        turns = [self._with_arguments(turn, f"messages.{index}") for index, turn in enumerate(turns)]
         offered = _plain_json(tools)
         kwargs = _plain_json(options.template_kwargs)
         begin, end, stop = self._control.choose_marks(json.dumps([turns, offered, kwargs], ensure_ascii=False))
-        turns = [self._marked_turn(turn, begin, end, f"messages.{index}") for index, turn in enumerate(turns)]
+        turns = [self._marked_turn(turn, begin, end) for turn in turns]
         if options.continue_final_message:
             _mark_final(turns, stop)
         offered = self._control.mark(offered, begin, end)
@@ -253,13 +302,15 @@ class ChatTemplates:
             text = _cut_behind(text, stop)
         return self._control.unmark(text, begin, end)
 
-    def _marked_turn(self, turn: dict[str, Any], begin: str, end: str, field: str) -> dict[str, Any]:
+    def _with_arguments(self, turn: dict[str, Any], field: str) -> dict[str, Any]:
         """Return a turn as the template takes turns: call arguments are objects for most, and text in OpenAI's form."""
         for index, call in enumerate(turn.get("tool_calls", ())):
             place = f"{field}.tool_calls.{index}.function.arguments"
             call["function"]["arguments"] = past_arguments(call["function"].get("arguments"), place)
-        if turn.get("tool_calls") and self._unshown is None:
-            turn = self._shape.shaped(turn)
+        return self._shape.shaped(turn) if turn.get("tool_calls") and self._unshown is None else turn
+
+    def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
+        """Return a turn with marks, and with its calls as text if the template leaves calls out."""
         marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
         if turn.get("role") in _ROLES:  # templates ask for these, which may be tokens
             marked["role"] = turn["role"]

@@ -121,7 +121,7 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     assert family.gguf is not None
     name = str(file.metadata["general.architecture"])
     fields = JsonFields(file.metadata, file.path.name)
-    hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
+    hidden, heads = fields.positive(f"{name}.embedding_length"), _heads(fields, family, name, "attention.head_count")
     head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
     positions = fields.positive(f"{name}.context_length")
     _refuse(file, family, name, head_dim, positions)
@@ -129,7 +129,7 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": fields.positive(f"{name}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(fields, family, name, heads),
+        "num_key_value_heads": _heads(fields, family, name, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "vocab_size": _vocabulary(file),
         "rope_theta": fields.number(f"{name}.rope.freq_base", 10000.0),
@@ -194,6 +194,8 @@ def _decoder(file: GgufFile, family: ModelFamily, decoder: DecoderSpec) -> Decod
     if ROPE_DIVISORS not in file.tensors:
         return decoder
     divisors, rope = file.floats(ROPE_DIVISORS), decoder.ropes[0]
+    if set(divisors[rope.width // 2 :]) == {1.0}:  # padded for layers that rotate whole heads
+        divisors = divisors[: rope.width // 2]
     if len(divisors) != rope.width // 2 or rope.scaling is not None:
         raise UnsupportedModel(ROPE_DIVISORS, f"has {len(divisors)} elements, with other scaling beside it")
     scaled = replace(rope, scaling=RopeScaling("divisors", 1.0, divisors=divisors))
@@ -234,17 +236,17 @@ def _refuse(file: GgufFile, family: ModelFamily, name: str, head_dim: int, posit
         )
 
 
-def _kv_heads(fields: JsonFields, family: ModelFamily, name: str, heads: int) -> int:
-    """Return the KV heads; files may list them layer by layer. Recurrent layers have none."""
+def _heads(fields: JsonFields, family: ModelFamily, name: str, key: str, default: int | None = None) -> int:
+    """Return the heads that `key` tells; files may list them layer by layer. Recurrent layers have no KV heads."""
     assert family.gguf is not None
-    key = f"{name}.attention.head_count_kv"
-    listed = fields.get(key)
+    whole = f"{name}.{key}"
+    listed = fields.get(whole)
     if not isinstance(listed, list):
-        return fields.positive(key, heads)
-    listed, read = [count for count in listed if count or not family.gguf.recurrent], family.gguf.keys.values()
-    if len(set(listed)) != 1 and (family.gguf.recurrent or "attention.head_count_kv" not in read):
-        raise UnsupportedModel(key, "layers with different numbers of KV heads are not supported")
-    return JsonFields({key: listed[0]}, fields.source).positive(key)
+        return fields.positive(whole, default)
+    listed = [count for count in listed if count or not family.gguf.recurrent]
+    if len(set(listed)) != 1 and (family.gguf.recurrent or key not in family.gguf.keys.values()):
+        raise UnsupportedModel(whole, "layers with different numbers of heads are not supported")
+    return JsonFields({whole: listed[0]}, fields.source).positive(whole)
 
 
 def _vocabulary(file: GgufFile) -> int:

@@ -95,13 +95,13 @@ class PromptSegment:
 
     Attributes:
         text: the text.
-        literals: begin of each control token in `text` that is plain text.
+        cuts: places in `text` that no control token of the vocabulary may lie across.
         first: the prompt begins with `text`.
         token: the token that `text` is; None for plain text.
     """
 
     text: str
-    literals: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
     first: bool = False
     token: int | None = None
 
@@ -282,26 +282,19 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         tokens = {token.content: token for token in added if token.content}
         any_token = re.compile("|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)))
-        edges = iter([*chat.literals, (len(chat.text), len(chat.text))])
-        begin, literals, literal = 0, list[int](), next(edges)
-        at = 0
-        while (match := any_token.search(chat.text, at)) is not None:
-            if match.end() > literal[0] and match.start() < literal[1]:
-                literals.append(literal[0] - begin)
-                at, literal = literal[1], next(edges)
-                continue
-            if match.start() >= literal[1]:
-                literal = next(edges)
-                continue
-            token = tokens[match[0]]
-            text = chat.text[begin : match.start()]
-            yield PromptSegment(text.rstrip() if token.lstrip else text, tuple(literals), first=begin == 0)
-            yield PromptSegment(match[0], token=self._backend.token_to_id(match[0]))
-            begin = at = match.end()
-            if token.rstrip:
-                begin += len(chat.text[begin:]) - len(chat.text[begin:].lstrip())
-            literals = []
-        yield PromptSegment(chat.text[begin:], tuple(literals), first=begin == 0)
+        begin, cuts, at = 0, list[int](), 0
+        for literal, behind in (*chat.literals, (len(chat.text), len(chat.text))):
+            for match in any_token.finditer(chat.text, at, literal):
+                token = tokens[match[0]]
+                text = chat.text[begin : match.start()]
+                yield PromptSegment(text.rstrip() if token.lstrip else text, tuple(cuts), first=begin == 0)
+                yield PromptSegment(match[0], token=self._backend.token_to_id(match[0]))
+                begin, cuts = match.end(), []
+                if token.rstrip:
+                    begin += len(chat.text[begin:]) - len(chat.text[begin:].lstrip())
+            at = behind
+            cuts.append(max(0, min(literal + 1, behind) - begin))
+        yield PromptSegment(chat.text[begin:], tuple(cuts[:-1]), first=begin == 0)
 
     def _encode_segment(self, segment: PromptSegment) -> list[int]:
         if segment.token is not None:
@@ -310,7 +303,7 @@ class Tokenizer:
         if self._special_ids.isdisjoint(ids):
             return ids
         # The vocabulary has the control token as a word; cut the word.
-        cuts = [0, *(at + 1 for at in segment.literals), len(segment.text)]
+        cuts = [0, *segment.cuts, len(segment.text)]
         pieces = [segment.text[begin:end] for begin, end in pairwise(cuts)]
         ids = [token for at, piece in enumerate(pieces) for token in self._encode_plain(piece, first=not at)]
         if not self._special_ids.isdisjoint(ids):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moonpool.base.errors import CheckpointError, UnsupportedModel
-from moonpool.base.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.base.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.rope import read_rope
 from moonpool.base.families.spec import DecoderSpec, ExpertsSpec, LayerSpec
@@ -108,6 +108,25 @@ def _of_layer(given: Any, index: int) -> Any:
     return given[index] if index < len(given) else None
 
 
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the published config.json's words. Layers without windows rotate half as many elements as files say."""
+    pattern, heads = found.get("window_pattern"), found.get("listed_heads")
+    kinds = [_KINDS[bool(local)] for local in pattern] if isinstance(pattern, list) else []
+    theta, share = found["rope_theta"], found["partial_rotary_factor"]
+    local_theta, dense = found.get("swa_rope_theta", theta), found.get("first_k_dense_replace", 0)
+    each = dict(zip(kinds, heads, strict=False)) if isinstance(heads, list) else {}
+    every = found["num_attention_heads"]
+    return {
+        "num_attention_groups": found["num_key_value_heads"],
+        "num_attention_heads": each.get("full_attention", every),
+        "attention_other_setting": {"num_attention_heads": each.get("sliding_attention", every)},
+        "layer_types": kinds or None,
+        "moe_layers_enum": range(dense, found["num_hidden_layers"]),
+        "rope_theta": [local_theta if kind == "sliding_attention" else theta for kind in kinds],
+        "partial_rotary_factors": [share if kind == "sliding_attention" else share / 2 for kind in kinds],
+    }
+
+
 STEP3P5 = ModelFamily(
     architecture="Step3p5ForCausalLM",
     model_type="step3p5",
@@ -129,5 +148,27 @@ STEP3P5 = ModelFamily(
         shared_gate="share_expert.gate_proj",
         shared_up="share_expert.up_proj",
         shared_down="share_expert.down_proj",
+    ),
+    gguf=GgufNames(
+        architecture="step35",
+        keys={
+            "first_k_dense_replace": "leading_dense_block_count",
+            "listed_heads": "attention.head_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_experts": "expert_count",
+            "moe_router_scaling_factor": "expert_weights_scale",
+            "moe_top_k": "expert_used_count",
+            "norm_expert_weight": "expert_weights_norm",
+            "share_expert_dim": "expert_shared_feed_forward_length",
+            "sliding_window": "attention.sliding_window",
+            "swa_rope_theta": "rope.freq_base_swa",
+            "swiglu_limits": "swiglu_clamp_exp",
+            "swiglu_limits_shared": "swiglu_clamp_shexp",
+            "window_pattern": "attention.sliding_window_pattern",
+        },
+        complete=_from_gguf,
+        whole_norms=True,
+        renamed={"attn_gate": "head_gate"},
+        further_layers="nextn_predict_layers",
     ),
 )

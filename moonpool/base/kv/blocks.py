@@ -13,11 +13,14 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.picture_rows import PICTURE_NAMESPACE
 
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """Parent for a block if the writer named no parent."""
 MAX_TENANT_BYTES = 1024
 """Longest tenant name, as UTF-8."""
+PICTURES = "pictures".ljust(MAX_TENANT_BYTES + 1)
+"""To whose quotas rows of pictures count, of all tenants together. Longer than any tenant's name."""
 PARTS = 256
 
 
@@ -36,6 +39,15 @@ class BlockFormat:
     def __post_init__(self) -> None:
         if len(self.namespace) != KEY_BYTES:
             raise InvalidRequest("namespace", f"must be {KEY_BYTES} bytes, has {len(self.namespace)}")
+
+    @property
+    def of_pictures(self) -> bool:
+        """Whether blocks of this kind are rows of pictures."""
+        return self.namespace == PICTURE_NAMESPACE
+
+    def account(self, tenant: str) -> str:
+        """Whose quotas and guarantees a tenant's blocks of this kind count to: the tenant's, or `PICTURES`."""
+        return PICTURES if self.of_pictures else tenant
 
 
 @functools.lru_cache(256)
@@ -66,6 +78,11 @@ class BlockInfo:
     def nbytes(self) -> int:
         """Size of the block's data, bytes."""
         return self.format.layout.block_bytes
+
+    @property
+    def account(self) -> str:
+        """Whose quotas and guarantees the block counts to (`BlockFormat.account`)."""
+        return self.format.account(self.tenant)
 
 
 class DramBlock:

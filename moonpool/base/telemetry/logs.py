@@ -22,6 +22,8 @@ from typing import Any, cast
 import structlog
 from structlog.typing import Processor
 
+from moonpool.base.remedies import remedy
+
 MAX_LINES_S = 50
 """Lines of one event in a second; `left_out` of the next line says how many were dropped."""
 _MAX_LINES_S: dict[str, int] = {}
@@ -79,6 +81,15 @@ def cut_fields(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMa
     return event
 
 
+def add_help(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Name the place of docs/errors.md that tells of a warning or an error, as `help`, if there is one."""
+    if event.get("level") in ("warning", "error", "critical"):
+        said = "\n".join(str(event[name]) for name in ("event", "error", "reason") if name in event)
+        if place := remedy(said):
+            event.setdefault("help", place)
+    return event
+
+
 def get_logger(name: str, max_lines_s: int = MAX_LINES_S) -> structlog.stdlib.BoundLogger:
     """A logger that takes an event name and key-value pairs: `log.info("joined", conductor=address)`.
 
@@ -120,11 +131,12 @@ def configure(level: str, service: str, json: bool) -> None:
                 colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback, pad_event_to=0
             )
         ]
+    ours: list[Processor] = [add_service, cut_fields, add_help]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=_SHARED,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, add_service, cut_fields, *tail],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ours, *tail],
         )
     )
     handler.addFilter(LineLimit())

@@ -18,6 +18,7 @@ from moonpool.base.errors import (
     Unavailable,
     Unsupported,
 )
+from moonpool.base.remedies import remedy
 
 RETRY_UNAVAILABLE_S = 1.0
 MAX_RETRY_S = 3600.0
@@ -92,7 +93,9 @@ def error_response(error: Exception) -> ErrorResponse:
     """The response to an exception. A foreign exception becomes 500 without text. Long texts are cut."""
     found = _error_response(error)
     parameter = found.parameter and found.parameter[:MAX_MESSAGE_CHARS]
-    return replace(found, message=found.message[:MAX_MESSAGE_CHARS], parameter=parameter)
+    help_at = remedy(found.message, found.code or "")
+    detail = found.detail | ({"help": help_at} if help_at else {})
+    return replace(found, message=found.message[:MAX_MESSAGE_CHARS], parameter=parameter, detail=detail)
 
 
 def _error_response(error: Exception) -> ErrorResponse:

@@ -52,6 +52,11 @@ class PutSpec:
         self.format.layout.check_part(self.layers, self.heads)
 
     @property
+    def account(self) -> str:
+        """Whose quotas and guarantees the blocks count to."""
+        return self.format.account(self.tenant)
+
+    @property
     def all_heads(self) -> bool:
         return len(self.heads) == self.format.layout.head_shares
 

@@ -55,9 +55,9 @@ class PutTransfers:
         self.deletions = deletions
         self.blocks_put = 0
 
-    def wait_group(self, tenant: str) -> str | None:
-        """The group in which a tenant's transfers wait for room: the tenant if the tenant has a quota, else None."""
-        return None if self._tiers.dram.account.quota(tenant) is None else tenant
+    def wait_group(self, account: str) -> str | None:
+        """The group in which a tenant's, or pictures', transfers wait for room: one for each quota, else None."""
+        return None if self._tiers.dram.account.quota(account) is None else account
 
     def open(
         self, spec: PutSpec, on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None], *, now: float = 0.0
@@ -84,8 +84,8 @@ class PutTransfers:
             raise Overloaded("too many writing transfers", reason="kvstore_transfers", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
         present = self._present(spec)
-        dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
-        if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
+        dram.check_possible((len(spec.keys) - len(present)) * size, spec.account, now)
+        if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.account):
             return None
         transfer = PutTransfer(spec, present, on_visible, on_durable, on_ended)
         self._add_transfer(transfer)
@@ -108,17 +108,17 @@ class PutTransfers:
         self.check_not_deleted(spec)
         present = self._present(spec)
         nbytes = size * (count - len(present))
-        if not tiers.dram.has_room(nbytes, spec.tenant):  # no block is evicted for damaged bytes
+        if not tiers.dram.has_room(nbytes, spec.account):  # no block is evicted for damaged bytes
             copy_whole_blocks(spec, data, hashes, range(count), tiers.dram.arena.allocate)
         if present:
             self._touch_present(spec, present)  # before others are evicted
-        if not tiers.reserve({spec.tenant: nbytes}):
-            tiers.dram.check_possible(nbytes, spec.tenant, now)
+        if not tiers.reserve({spec.account: nbytes}):
+            tiers.dram.check_possible(nbytes, spec.account, now)
             return None
         try:
             blocks = copy_whole_blocks(spec, data, hashes, set(present), tiers.dram.arena.allocate)
         except BaseException:
-            tiers.unreserve({spec.tenant: nbytes})
+            tiers.unreserve({spec.account: nbytes})
             raise
         tiers.insert(blocks)
         self.blocks_put += len(blocks)
@@ -129,16 +129,16 @@ class PutTransfers:
     def make_room(self, spec: PutSpec) -> None:
         """After a put: evicts ahead for the next put if that is little, but no block from this put."""
         dram, nbytes = self._tiers.dram, len(spec.keys) * spec.format.layout.block_bytes
-        if nbytes > dram.capacity_bytes // 64 or dram.has_room(nbytes, spec.tenant):
+        if nbytes > dram.capacity_bytes // 64 or dram.has_room(nbytes, spec.account):
             return
-        most = min(dram.capacity_bytes, dram.account.quota(spec.tenant) or dram.capacity_bytes) // 64
+        most = min(dram.capacity_bytes, dram.account.quota(spec.account) or dram.capacity_bytes) // 64
         ahead = max(nbytes, min(PUTS_AHEAD * nbytes, most))
         # What was just put must not go for what may come (ADR 38).
         stay = [block for key in spec.keys if (block := dram.get(key)) is not None]
         for block in stay:
             dram.hold(block)
-        if self._tiers.reserve({spec.tenant: ahead}):
-            self._tiers.unreserve({spec.tenant: ahead})
+        if self._tiers.reserve({spec.account: ahead}):
+            self._tiers.unreserve({spec.account: ahead})
         self._tiers.release(stay)
 
     def _touch_present(self, spec: PutSpec, present: Sequence[int]) -> None:
@@ -317,4 +317,4 @@ class PutTransfers:
 
 
 def _by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:
-    return sum_by_tenant([(block.spec.tenant, block.nbytes) for block in blocks])
+    return sum_by_tenant([(block.spec.account, block.nbytes) for block in blocks])

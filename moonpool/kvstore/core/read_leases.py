@@ -81,6 +81,7 @@ class ReadLeases:
         self.open_keys = 0
         self.leased_bytes = self.leases = 0
         self.dram_hits = self.ssd_hits = self.misses = self.promotions = 0
+        self.picture_hits = self.picture_misses = 0  # of pictures among them
         self.bad_blocks = 0  # on SSD, that did not match their hashes
         self.damaged_blocks = 0  # the same, in DRAM
 
@@ -134,7 +135,7 @@ class ReadLeases:
             raise Overloaded(message, reason="kvstore_leases", retry_after_s=RETRY_AFTER_S)
         if lease.counted:
             warm = [source.block for source in lease.sources if source.block is not None]
-            self.used(lease.keys, warm, lease.blocks - len(warm))
+            self.used(lease.format, lease.keys, warm, lease.blocks - len(warm))
         return False
 
     def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat, most: int) -> list[DramBlock] | None:
@@ -151,7 +152,9 @@ class ReadLeases:
             blocks.append(block)
         return blocks
 
-    def used(self, keys: Sequence[BlockKey], warm: Sequence[DramBlock], cold: int = 0) -> None:
+    def used(
+        self, block_format: BlockFormat, keys: Sequence[BlockKey], warm: Sequence[DramBlock], cold: int = 0
+    ) -> None:
         """Count a read of a chain whose leading blocks were here: `warm` in DRAM, `cold` on the SSD tier only."""
         found = len(warm) + cold
         self.tiers.touch(keys[:found])
@@ -159,6 +162,9 @@ class ReadLeases:
         self.ssd_hits += cold
         self.dram_hits += len(warm)
         self.misses += len(keys) - found
+        if block_format.of_pictures:
+            self.picture_hits += found
+            self.picture_misses += len(keys) - found
         self.tiers.listener.asked(keys)
 
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
@@ -178,7 +184,7 @@ class ReadLeases:
         if ssd is None or kind is None or kind.format != lease.format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=kind.tenant)
-        if lease.promote and fits and self.tiers.reserve({source.tenant: size}):
+        if lease.promote and fits and self.tiers.reserve({kind.account: size}):
             self.leased_bytes += size
             source.allocate = functools.partial(dram.arena.allocate, ahead=False)
         return source
@@ -232,7 +238,7 @@ class ReadLeases:
             stays = self.tiers.catalogue.is_live(reader.segment, reader.row)
             read = source.promoted(layout) if stays else None
             if read is None or promoted.setdefault(read.info.key, read) is not read:
-                unused.add(source.tenant, layout.block_bytes)
+                unused.add(lease.format.account(source.tenant), layout.block_bytes)
             source.fill = None
         taken = self.tiers.insert(list(promoted.values()))
         self.promotions += len(taken)

@@ -94,7 +94,7 @@ class TieredStore:
         taken: list[DramBlock] = []
         for block in blocks:
             if block.info.key in self.dram:
-                self.dram.unreserve(block.info.nbytes, block.info.tenant)
+                self.dram.unreserve(block.info.nbytes, block.info.account)
             else:
                 taken.append(block)
         self.dram.insert(taken)

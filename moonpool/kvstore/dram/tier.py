@@ -43,7 +43,7 @@ class DramTier(PartTable[DramBlock]):
         self.fixed = TenantBytes()  # of blocks that are held or pinned
         self.held_bytes = 0
         self.leaving: dict[DramBlock, None] = {}  # no look-up finds these; their bytes go with their last hold
-        self.evictions = 0  # blocks, since the start
+        self.evictions = self.picture_evictions = 0  # blocks, since the start; of pictures among them
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Count those of `chain` (head first) that are here as used now."""
@@ -101,6 +101,7 @@ class DramTier(PartTable[DramBlock]):
         if victims:
             self._discard(victims)
             self.evictions += len(victims)
+            self.picture_evictions += sum(block.info.format.of_pictures for block in victims)
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 
@@ -130,7 +131,7 @@ class DramTier(PartTable[DramBlock]):
             gone = going[tenant] if own_only else sum(going.values())
             for key in self.policy.candidates() if gone < wanted else ():
                 block = self[key]
-                owner, size = block.info.tenant, block.info.nbytes
+                owner, size = block.info.account, block.info.nbytes
                 if block.holds or key in victims:
                     continue
                 if owner != tenant and (own_only or self.account.guards(owner, going.get(owner, 0) + size)):
@@ -194,12 +195,12 @@ class DramTier(PartTable[DramBlock]):
             self._count_held(block, -block.info.nbytes)
             if block in self.leaving:
                 del self.leaving[block]
-                self.account.used.add(block.info.tenant, -block.info.nbytes)
+                self.account.used.add(block.info.account, -block.info.nbytes)
 
     def _count_held(self, block: DramBlock, nbytes: int) -> None:
         self.held_bytes += nbytes
         if not block.pinned:
-            self.fixed.add(block.info.tenant, nbytes)
+            self.fixed.add(block.info.account, nbytes)
 
     def pins_changed(self, keys: Iterable[BlockKey]) -> None:
         """Apply what may have changed about the pins of `keys`, which need not be here."""
@@ -215,10 +216,10 @@ class DramTier(PartTable[DramBlock]):
         else:
             self.policy.added(block.info)
         nbytes = block.info.nbytes if pinned else -block.info.nbytes
-        self.pinned.add(block.info.tenant, nbytes)
+        self.pinned.add(block.info.account, nbytes)
         if not block.holds:
-            self.fixed.add(block.info.tenant, nbytes)
+            self.fixed.add(block.info.account, nbytes)
 
 
 def _by_tenant(blocks: Iterable[DramBlock]) -> dict[str, int]:
-    return sum_by_tenant([(block.info.tenant, block.info.nbytes) for block in blocks])
+    return sum_by_tenant([(block.info.account, block.info.nbytes) for block in blocks])

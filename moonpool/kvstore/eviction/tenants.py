@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.kv.blocks import MAX_TENANT_BYTES
+from moonpool.base.kv.blocks import MAX_TENANT_BYTES, PICTURES
 from moonpool.base.sizes import parse_size
 
 DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each such tenant gets the row's grants
@@ -84,10 +84,10 @@ class TenantBytes(collections.Counter[str]):
             self.pop(tenant, None)
 
     def of_row(self, name: str, rows: Container[str]) -> int:
-        """Bytes held by the tenant with a row; for "*", by all tenants without one of the `rows`."""
+        """Bytes held by the tenant with a row; for "*", by all tenants without one of the `rows`, without pictures."""
         if name != DEFAULT_ROW:
             return self[name]
-        return sum(nbytes for tenant, nbytes in self.items() if tenant not in rows)
+        return sum(nbytes for tenant, nbytes in self.items() if tenant not in rows and tenant != PICTURES)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,9 +102,13 @@ class TenantAccount:
     used: TenantBytes = dataclasses.field(default_factory=TenantBytes, init=False)
 
     @staticmethod
-    def of(rows: Mapping[str, TenantRow], what: QuotaKind) -> "TenantAccount":
+    def of(rows: Mapping[str, TenantRow], what: QuotaKind, pictures: int | None = None) -> "TenantAccount":
+        """What the rows grant. `pictures`: bytes granted to the rows of pictures of all tenants; None = no grant."""
         guarantees = {name: row.guarantee(what) for name, row in rows.items() if row.guarantee(what)}
-        return TenantAccount(guarantees, {name: row.quota(what) for name, row in rows.items()})
+        quotas = {name: row.quota(what) for name, row in rows.items()}
+        if pictures is not None:
+            quotas[PICTURES] = guarantees[PICTURES] = pictures
+        return TenantAccount(guarantees, quotas)
 
     def quota(self, tenant: str) -> int | None:
         """Most bytes that a tenant may have; None for no limit."""

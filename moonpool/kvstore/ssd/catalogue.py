@@ -65,15 +65,15 @@ class Catalogue(PartTable[int]):
                 rows = range(end - 1, max(end - step, 0) - 1, -1)
                 yield [segment.keys[row] for row in rows if self.is_live(segment, row)]
 
-    def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """A tenant's oldest blocks except those that `stays`: at least `nbytes` of records, or all."""
+    def oldest_of(self, account: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        """The oldest blocks of one account except those that `stays`: at least `nbytes` of records, or all."""
         found: list[BlockKey] = []
         for segment in self.by_age():
-            for row in self.live_rows(segment) if tenant in segment.live else ():
+            for row in self.live_rows(segment) if account in segment.live else ():
                 if nbytes <= 0:
                     return found
                 key = segment.keys[row]
-                if segment.kind(row).tenant == tenant and not stays(key):
+                if segment.kind(row).account == account and not stays(key):
                     found.append(key)
                     nbytes -= segment.nbytes(row)
         return found
@@ -143,7 +143,7 @@ class Catalogue(PartTable[int]):
         for kind, length in zip(segment.kinds[first:], segment.lengths[first:], strict=True):
             sums[kind] += length * ALIGN
         for kind, nbytes in sums.items():
-            self._count(segment, segment.named[kind].tenant, nbytes)
+            self._count(segment, segment.named[kind].account, nbytes)
         parts = self.parts
         for place, key in enumerate(keys, segment.id << ROW_BITS | first):
             part, row = parts[key[0]], place & ROW_MASK
@@ -151,7 +151,7 @@ class Catalogue(PartTable[int]):
             if before == place and row not in dead:
                 continue  # nearly always
             if row in dead or before >> ROW_BITS + NUMBER_BITS != segment.disk:
-                self._count(segment, segment.kind(row).tenant, -segment.nbytes(row))
+                self._count(segment, segment.kind(row).account, -segment.nbytes(row))
                 if row not in dead:
                     self.doubles.append((segment, row))
                 elif before == place:
@@ -160,9 +160,9 @@ class Catalogue(PartTable[int]):
                 self.doubles.append(found)
                 part[key] = place
 
-    def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
-        segment.live.add(tenant, nbytes)
-        self.live.add(tenant, nbytes)
+    def _count(self, segment: Segment, account: str, nbytes: int) -> None:
+        segment.live.add(account, nbytes)
+        self.live.add(account, nbytes)
 
     def forget(self, key: BlockKey) -> RecordLocation | None:
         """A block has no place any more; returns the last place."""
@@ -171,7 +171,7 @@ class Catalogue(PartTable[int]):
             return None
         segment, row = found
         del self[key]
-        self._count(segment, segment.kind(row).tenant, -segment.nbytes(row))
+        self._count(segment, segment.kind(row).account, -segment.nbytes(row))
         return found
 
     def remove(self, segment: Segment) -> None:

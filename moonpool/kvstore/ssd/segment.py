@@ -35,6 +35,11 @@ class RecordKind(NamedTuple):
     tenant: str
     key_id: str = ""  # of the key that encrypts; "" for plaintext
 
+    @property
+    def account(self) -> str:
+        """Whose quotas and guarantees the blocks count to."""
+        return self.format.account(self.tenant)
+
 
 IndexEntry = tuple[BlockKey, int, int, int, int]  # the same, unpacked
 RowId = tuple[int, int]  # a segment's number on one disk, and the record's row there

@@ -1,11 +1,13 @@
 """Room in segments: where the next record goes, and which segment is reclaimed.
 
 Reclaimed oldest first, with a second chance: a block used since written is written anew once, into the newest segment;
-at most half a segment is spared so. Blocks that are pinned, or that a guarantee covers, are always carried over.
+at most half a segment is spared so. Blocks that are pinned, or that a guarantee covers, are always carried over. A
+segment without live records goes before all others. Rows of pictures have segments of their own: pictures that make
+room for pictures leave such a segment, and cost KV nothing.
 """
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moonpool.base.kv.keys import BlockKey
@@ -34,7 +36,8 @@ class SegmentSpace:
     segment_bytes: int
     next_segment: int
     pins: Container[BlockKey]
-    active: Segment | None = None  # is appended to; a file of an earlier life never is
+    # Is appended to, by whether its records are rows of pictures; a file of an earlier life never is.
+    active: dict[bool, Segment] = dataclasses.field(default_factory=dict)
     used_bytes: int = 0  # of all segments, live or dead, as they will be after the plan under way
     _thin: list[int] = dataclasses.field(default_factory=list)
     _plans: int = 0
@@ -58,6 +61,14 @@ class SegmentSpace:
         if full or self.used_bytes > self._full_at:
             self._full_at = self.used_bytes if full else self.capacity_bytes
 
+    def is_active(self, segment: Segment) -> bool:
+        """Whether records are appended to a segment."""
+        return segment in self.active.values()
+
+    def seal(self, segment: Segment) -> None:
+        """Append no more to a segment."""
+        self.active = {kind: other for kind, other in self.active.items() if other is not segment}
+
     @property
     def has_work(self) -> bool:
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
@@ -65,7 +76,7 @@ class SegmentSpace:
     @property
     def tails(self) -> list[Segment]:
         """Segments without further appends whose files still hold older segments' bytes."""
-        return [segment for segment in self.segments if segment.room > segment.size and segment is not self.active]
+        return [segment for segment in self.segments if segment.room > segment.size and not self.is_active(segment)]
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -77,7 +88,7 @@ class SegmentSpace:
         self._thin = [
             segment.id
             for segment in self.segments
-            if segment is not self.active
+            if not self.is_active(segment)
             and segment.live.total_bytes < min_live_share * max(segment.size, self.segment_bytes)
         ]
         return len(self._thin)
@@ -85,27 +96,29 @@ class SegmentSpace:
     def rewrite(self, segments: Iterable[Segment]) -> None:
         """Have the next plans rewrite some segments, which goes with the end of their files."""
         for segment in dict.fromkeys(segments):
-            if segment is self.active:
-                self.active = None
+            self.seal(segment)
             if segment.id not in self._thin:
                 self._thin.append(segment.id)
 
-    def make_room(self, nbytes: int, victims: list[Victim]) -> bool:
-        """Reclaim segments until so many bytes fit; False when they cannot. Adds to `victims`."""
-        limit = self.capacity_bytes - self._reserve
+    def make_room(self, coming: Mapping[bool, int], victims: list[Victim]) -> bool:
+        """Reclaim segments until so many bytes fit; False when they cannot. Adds to `victims`.
+
+        `coming`: bytes by whether they are of pictures.
+        """
+        limit, nbytes = self.capacity_bytes - self._reserve, sum(coming.values())
         if nbytes > limit:
             return False
-        while (incoming := self._with(nbytes)) > limit and _may_take_more(nbytes, victims):
+        while (incoming := self._with(coming)) > limit and _may_take_more(nbytes, victims):
             spare = self.capacity_bytes - incoming + nbytes - sum(victim.segment.size for victim in victims)
             # Still within the budget: to rewrite a segment of kept blocks can wait.
             if not self._reclaim(victims, max(0, spare), cheaply=incoming <= self.capacity_bytes):
                 break
-        return self._with(nbytes) <= self.capacity_bytes
+        return self._with(coming) <= self.capacity_bytes
 
-    def _with(self, nbytes: int) -> int:
-        """Bytes of all files with so many more in them; the active one may have room for some."""
-        room = 0 if self.active is None else max(0, self.active.room - self.active.size)
-        return self.used_bytes + max(0, nbytes - room)
+    def _with(self, coming: Mapping[bool, int]) -> int:
+        """Bytes of all files with so many more in them; the active ones may have room for some."""
+        rooms = {kind: max(0, segment.room - segment.size) for kind, segment in self.active.items()}
+        return self.used_bytes + sum(max(0, nbytes - rooms.get(kind, 0)) for kind, nbytes in coming.items())
 
     def give_up(self, nbytes: int, victims: list[Victim]) -> None:
         """Reclaim at least one segment, and enough to free `nbytes`, whatever the budget."""
@@ -117,7 +130,7 @@ class SegmentSpace:
         """Have the next thin segment rewritten, with all live records inside."""
         while self._thin and not victims:
             segment = self.catalogue.segments.get(self._thin.pop(0))
-            if segment is not None and segment is not self.active and not segment.going and not segment.readers:
+            if segment is not None and not (self.is_active(segment) or segment.going or segment.readers):
                 victims.append(self._take(segment, range(len(segment.keys))))
 
     def pass_over(self, segment: Segment) -> None:
@@ -125,14 +138,14 @@ class SegmentSpace:
         segment.kept_share, segment.asked_at = 1.0, self._plans
 
     def _reclaim(self, victims: list[Victim], spare_bytes: int, *, cheaply: bool = False) -> bool:
-        """Empty the next segment without readers into `victims`; False if there is none. The active one comes last.
+        """Empty the next segment without readers into `victims`; False if there is none. Active ones come last.
 
         At most `spare_bytes` are carried over for having been used; `cheaply`: not if most must be carried over.
         """
         idle = [segment for segment in self.segments if not segment.readers and not segment.going and segment.size]
-        segment = self._choose(segment for segment in idle if segment is not self.active)
-        if segment is None and self.active in idle:
-            segment = self._choose([self.active])
+        sealed = [segment for segment in idle if not self.is_active(segment)]
+        segment = self._choose(segment for segment in sealed if not segment.live) or self._choose(sealed)
+        segment = segment or self._choose(segment for segment in idle if self.is_active(segment))
         if segment is None or (cheaply and segment.kept_share > 0.5):
             return False
         free_bytes = round(segment.size * (1 - segment.kept_share))
@@ -170,8 +183,8 @@ class SegmentSpace:
         segment.asked_at = self._plans
 
     def _is_kept(self, segment: Segment, row: int) -> bool:
-        tenant = segment.kind(row).tenant
-        return segment.keys[row] in self.pins or self.catalogue.account.guards(tenant, segment.nbytes(row))
+        account = segment.kind(row).account
+        return segment.keys[row] in self.pins or self.catalogue.account.guards(account, segment.nbytes(row))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
         """Carry the blocks that must stay and `spared` rows, which keep their place for now; forget the others.
@@ -187,8 +200,7 @@ class SegmentSpace:
                 self.catalogue.forget(segment.keys[row])
                 victim.removed.append(row)
         segment.going = True
-        if segment is self.active:
-            self.active = None
+        self.seal(segment)
         self.used_bytes -= victim.freed_bytes
         return victim
 
@@ -220,18 +232,23 @@ class SegmentSpace:
         ]
 
     def place(
-        self, length: int, sizes: dict[Segment, int], free: list[Segment], reuse: dict[Segment, Segment]
+        self,
+        length: int,
+        of_pictures: bool,
+        sizes: dict[Segment, int],
+        free: list[Segment],
+        reuse: dict[Segment, Segment],
     ) -> tuple[Segment, int]:
         """A segment with room for a record, and the place inside (in units of `ALIGN`); `sizes` are the ends so far.
 
         A new segment takes over a `free` segment's file, as `reuse` then says; while free segments are there, no
         segment grows beyond its file.
         """
-        segment = self.active
+        segment = self.active.get(of_pictures)
         start = sizes.get(segment, segment.size) if segment is not None else 0
         if segment is None or (start and start + length * ALIGN > (segment.room if free else self.segment_bytes)):
             path, start = segment_path(self.folder, self.next_segment), 0
-            segment = self.active = Segment(self.next_segment, path, disk=self.disk, overwritable=True)
+            segment = self.active[of_pictures] = Segment(self.next_segment, path, disk=self.disk, overwritable=True)
             self.next_segment += 1
             self.catalogue.segments[segment.id] = segment
             if free:

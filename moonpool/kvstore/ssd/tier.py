@@ -172,8 +172,8 @@ class SsdTier:
     def erase_tails(self) -> None:
         """With the next plans goes what is left in files of the older segments that they were."""
         for space in (disk.space for disk in self.working):
-            if space.active is not None and space.active.room > space.active.size:
-                space.active = None
+            for segment in [segment for segment in space.active.values() if segment.room > segment.size]:
+                space.seal(segment)
 
     @property
     def has_housekeeping(self) -> bool:
@@ -187,25 +187,27 @@ class SsdTier:
         if full:
             disk.space.give_up(sum(record_size(block.info) for block in blocks), victims)
         taken, rejected, given_up = [], [], []
-        nbytes, incoming = 0, self.catalogue.incoming
+        placed, incoming = dict[bool, int](), self.catalogue.incoming
         for block in blocks:
             assert block.info.key not in self.catalogue
-            tenant, size = block.info.tenant, record_size(block.info)
-            if excess := self.account.over_quota(tenant, incoming[tenant] + size):
-                oldest = self.catalogue.oldest_of(tenant, excess, self.admission.pins.__contains__)
+            account, size = block.info.account, record_size(block.info)
+            if excess := self.account.over_quota(account, incoming[account] + size):
+                oldest = self.catalogue.oldest_of(account, excess, self.admission.pins.__contains__)
                 self.forget(oldest)
                 given_up += oldest
-            fits = not self.account.over_quota(tenant, incoming[tenant] + size)
-            if fits and disk.space.make_room(nbytes + size, victims):
+            fits = not self.account.over_quota(account, incoming[account] + size)
+            kind = block.info.format.of_pictures
+            coming = {**placed, kind: placed.get(kind, 0) + size}
+            if fits and disk.space.make_room(coming, victims):
                 taken.append(block)
-                incoming.add(tenant, size)
-                nbytes += size
+                incoming.add(account, size)
+                placed = coming
             else:
                 rejected.append(block)
         if not blocks:
-            disk.space.make_room(0, victims)
+            disk.space.make_room({}, victims)
             disk.space.compact_one(victims)
-        disk.space.used_bytes += nbytes
+        disk.space.used_bytes += sum(placed.values())
         free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
         carry, store, reuse = _place(disk.space, taken, free, victims, self.keyring)
         sizes = segment_ends((*carry, *store))
@@ -252,7 +254,7 @@ class SsdTier:
         plan.move(PlanState.FAILED)
         if plan.unreadable is not None:
             disk.space.pass_over(plan.unreadable)
-        disk.space.active = None
+        disk.space.active.clear()
         disk.full = is_full(error)
         self._settle(plan)
 
@@ -338,11 +340,11 @@ class SsdTier:
         for segment in plan.cut:
             segment.room = 0
         for block in plan.blocks:
-            self.catalogue.incoming.add(block.info.tenant, -record_size(block.info))
+            self.catalogue.incoming.add(block.info.account, -record_size(block.info))
         for segment in segment_ends((*plan.carry, *plan.store)):
             if not segment.size and self.catalogue.segments.pop(segment.id, None) is not None:
                 disk.nameless.append(segment)
-                disk.space.active = None
+                disk.space.seal(segment)
         disk.space.recount(full=disk.full)
 
     def can_spare(self, number: int) -> bool:
@@ -384,7 +386,7 @@ class SsdTier:
             self.catalogue.remove(segment)
             disk.dead = [row for row in disk.dead if row[0] != segment.number]
             disk.doomed = [place for place in disk.doomed if place[0] is not segment]
-            disk.space.active = None
+            disk.space.active.clear()
             self._gone(disk, [segment])
             yield keys
         disk.space.recount()
@@ -428,13 +430,14 @@ def _place(
     carry, store = [], []
     sizes, reuse = dict[Segment, int](), dict[Segment, Segment]()
     for old, row in ((victim.segment, row) for victim in victims for row in victim.carried):
-        segment, start = space.place(old.lengths[row], sizes, [], reuse)
+        of_pictures = old.kind(row).format.of_pictures
+        segment, start = space.place(old.lengths[row], of_pictures, sizes, [], reuse)
         segment.overwritable = segment.overwritable and old.overwritable
         entry = old.keys[row], start, old.lengths[row], segment.number_of(old.kind(row)), old.written[row]
         carry.append(Append(segment, entry, source=(old, row)))
     for block in blocks:
         info, length = block.info, record_size(block.info) // ALIGN
-        segment, start = space.place(length, sizes, free, reuse)
+        segment, start = space.place(length, info.format.of_pictures, sizes, free, reuse)
         segment.overwritable = segment.overwritable and not resembles_records(block.data)
         key = None if keyring is None else keyring.newest(info.tenant)
         number = segment.number_of(RecordKind(info.format, info.tenant, "" if key is None else key.id))

@@ -5,7 +5,14 @@ from collections.abc import Iterable
 
 import pytest
 
-from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
+from moonpool.base.errors import (
+    ConfigError,
+    InvalidRequest,
+    MoonpoolError,
+    Overloaded,
+    Unavailable,
+    UnsupportedModel,
+)
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.generate import Conversation, error_advice, run_chat
 from moonpool.client import Picture
@@ -114,7 +121,10 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came() -> None:
     [
         (NotConnected("nobody"), "`moonpool serve MODEL` starts a stack"),
         (Overloaded("full", reason="queue_full", retry_after_s=7.2), "in 7 s"),
+        (Overloaded("full", reason="queue_full", retry_after_s=7.2), "docs/errors.md#queue_full"),
         (Unavailable("no instance"), "`moonpool state` shows"),
+        (Unavailable("no instance"), "docs/errors.md#unavailable"),
+        (ConfigError("listen", "another program listens at 127.0.0.1:1"), "docs/errors.md#port-taken"),
         (UnsupportedModel("hidden_act", "gelu"), "docs/models.md"),
         (InvalidRequest("prompt", "is empty"), ""),
     ],

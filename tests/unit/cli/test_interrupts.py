@@ -1,6 +1,8 @@
 """Ctrl-C of commands that start a stack: a word at once, no cleaning up that is broken off, no second wait."""
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -94,3 +96,22 @@ def test_other_threads_have_no_signals() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+STORM = """
+import signal
+from moonpool.cli.interrupts import StopFlag
+flags = []
+signal.signal(signal.SIGALRM, lambda *_: flags[-1].set())
+signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+for _ in range(3000):
+    flags.append(StopFlag())
+    while not flags[-1].wait(1e-5):
+        pass
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_a_flag_that_is_set_at_any_point_of_a_wait() -> None:
+    """A signal comes at each point of `wait`: with an event's lock, the process would wait for itself for ever."""
+    subprocess.run([sys.executable, "-c", STORM], check=True, timeout=120)

@@ -17,15 +17,17 @@ from moonpool.cli.addresses import addresses
 from moonpool.cli.running_stacks import LOCAL_CONDUCTOR, RunningStack, recorded_stack, run_ps, run_stop, state_folder
 
 STACK = """
-import sys, signal, threading
+import sys, signal
 from pathlib import Path
+from moonpool.cli.interrupts import StopFlag
 from moonpool.cli.running_stacks import recorded_stack
-stopping = threading.Event()
+stopping = StopFlag()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())
 with recorded_stack(Path(sys.argv[1]), "/models/m", "m") as record:
     record.write("host:1", "host:2", "one")
     print("ready", flush=True)
-    stopping.wait()
+    while not stopping.wait(60.0):
+        pass
 """
 
 

@@ -216,6 +216,7 @@ async def test_overload_tells_why_and_when() -> None:
                 "predicted_tbt_s": None,
                 "slo_s": 1.0,
                 "retry_after_s": 2.25,
+                "help": "docs/errors.md#ttft_slo",
             }
         assert await gateway.metric('moonpool_gateway_refused_total{code="ttft_slo",status="429"}') == "2.0"
 
@@ -241,6 +242,24 @@ async def test_errors_of_the_conductor(raised: Exception, status: int, param: st
         refused = await gateway.plain(prompt="x", stream=True)
         assert error(refused, status)["param"] == param
         assert ("retry-after" in refused.headers) == (status == 503)
+
+
+@pytest.mark.parametrize(
+    ("raised", "anchor"),
+    [
+        (Overloaded("full", reason="no_decode_room", retry_after_s=1.0), "no_decode_room"),
+        (DeadlineExceeded("the request's 600 s are over; the request waited for decode-0"), "waited"),
+        (DeadlineExceeded("no"), "timeout"),
+        (InvalidRequest("prompt", "prompt and answer together may have 512 tokens"), "too-long"),
+    ],
+)
+async def test_an_error_names_the_place_of_the_page_that_says_what_to_do(raised: Exception, anchor: str) -> None:
+    async with answering(FakeConductor(lambda _: [raised])) as gateway:
+        for answered in (
+            await gateway.chat(),
+            await gateway.http.post("/v1/messages", json={"messages": TURNS, "max_tokens": 2}),
+        ):
+            assert answered.json()["error"]["help"] == f"docs/errors.md#{anchor}"
 
 
 async def test_a_stream_that_breaks_says_so() -> None:

@@ -12,6 +12,7 @@ from moonpool.base.kv.blocks import NO_PARENT, PARTS, BlockFormat, BlockInfo, Dr
 from moonpool.base.kv.frames import OpenedRun, SliceRun
 from moonpool.base.kv.keys import BlockKey, bind, slice_hash
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.picture_rows import PICTURE_NAMESPACE
 from moonpool.base.kv.reuse_stats import ReuseSample
 from moonpool.base.transport.flow_control import ByteCredits
 from moonpool.kvstore.core.put_transfer import PutSpec, PutTransfer
@@ -35,6 +36,7 @@ from tests.unit.kvstore.invariants import check
 LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
 OTHER_FORMAT = BlockFormat(b"o" * 32, LAYOUT)
+ROWS_FORMAT = BlockFormat(PICTURE_NAMESPACE, LAYOUT)
 BLOCK = LAYOUT.block_bytes
 RECORD = 4096 * 2  # a header page and the data rounded up
 
@@ -218,9 +220,9 @@ class Driven(StoreListener):
             lambda: self.forgotten.append(tuple(spec.keys)),
         )
 
-    def put(self, keys: Sequence[BlockKey], tenant: str = "") -> PutTransfer:
+    def put(self, keys: Sequence[BlockKey], tenant: str = "", block_format: BlockFormat = FORMAT) -> PutTransfer:
         """Writes whole blocks and ends the transfer; not durable yet."""
-        transfer = self.open(spec_of(keys, tenant=tenant))
+        transfer = self.open(spec_of(keys, tenant=tenant, block_format=block_format))
         assert transfer is not None
         for index in range(len(keys)):
             if index not in transfer.present:
@@ -229,10 +231,10 @@ class Driven(StoreListener):
         assert transfer.complete
         return transfer
 
-    def flush(self, keys: Sequence[BlockKey] = (), tenant: str = "") -> None:
+    def flush(self, keys: Sequence[BlockKey] = (), tenant: str = "", block_format: BlockFormat = FORMAT) -> None:
         """Puts blocks, and commits everything that is pending."""
         if keys:
-            transfer = self.put(keys, tenant)
+            transfer = self.put(keys, tenant, block_format)
         disks = range(1 if self.store.tiers.ssd is None else len(self.store.tiers.ssd.disks))
         while sum(map(self.commit, disks)):
             pass

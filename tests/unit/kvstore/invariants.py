@@ -54,7 +54,7 @@ def _(dram: DramTier) -> None:
     assert set(dram.policy.candidates()) == {key for key, block in dram.items() if not block.pinned}
     assert all(block.info.key == key and block.holds >= 0 for key, block in dram.items())
     assert all(block.pinned == (key in dram.pins) for key, block in dram.items())
-    sized = [(block, (block.info.tenant, block.info.nbytes)) for block in blocks]
+    sized = [(block, (block.info.account, block.info.nbytes)) for block in blocks]
     assert dram.account.used == sum_by_tenant(size for _, size in sized)
     assert dram.fixed == sum_by_tenant(size for block, size in sized if block.holds or block.pinned)
     assert dram.pinned == sum_by_tenant(size for block, size in sized if block.pinned)
@@ -95,7 +95,7 @@ def _check_segment(catalogue: Catalogue, segment: Segment) -> None:
     assert segment.readers >= 0
     rows = list(catalogue.live_rows(segment))
     assert all(segment.offset(row) + segment.nbytes(row) <= segment.size for row in rows)
-    assert segment.live == sum_by_tenant((segment.kind(row).tenant, segment.nbytes(row)) for row in rows)
+    assert segment.live == sum_by_tenant((segment.kind(row).account, segment.nbytes(row)) for row in rows)
     assert segment.numbers == {kind: number for number, kind in enumerate(segment.named)}
     columns = (segment.starts, segment.lengths, segment.kinds, segment.written, segment.used)
     assert {len(segment.keys)} == set(map(len, columns))

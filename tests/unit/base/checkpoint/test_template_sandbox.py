@@ -13,7 +13,7 @@ import tokenizers
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer, template_sandbox
-from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplate
+from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplate, ControlTokens
 from moonpool.base.checkpoint.folder_tokenizer import folder_end_tokens, folder_tokenizer
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
@@ -148,6 +148,79 @@ def test_keys_never_become_control_tokens(ascii_only: str) -> None:
     marks = [texts.special_id("<|im_start|>"), texts.special_id("<|im_end|>")]
     assert [token for token in tokens if token in marks] == marks * len(turns)
     assert texts.decode(tokens, skip_special=False).count(bad) == 11
+
+
+PIECES = [
+    "<",
+    "|",
+    ">",
+    "<|im_",
+    "end|>",
+    "start|>",
+    "<|im_end|>",
+    "<|im_start|>",
+    "a",
+    " ",
+    "\ue000",
+    "\ue001",
+    "\ue002",
+]
+WRITTEN_TOGETHER = """{% for turn in messages %}<|im_start|>{{ turn.role }}
+{% if turn.content is string %}{{ turn.content | trim }}{% else %}{% for part in turn.content %}{{ part.text }}{%
+endfor %}{% endif %}{% for call in turn.tool_calls %}{% for name, value in call.function.arguments.items() %}{{
+name }}{{
+value | tojson if value is not string else value }}{% endfor %}{% endfor %}<|im_end|>
+{% endfor %}{% if tools %}{% for name in tools[0].function.parameters.properties %}{{ name }}{% endfor %}{% endif %}"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_of_a_conversation_never_become_control_tokens(seed: int) -> None:
+    """Beside each other, within JSON with escapes or a Python dictionary, and with the characters of marks."""
+    print(f"seed {seed}")
+    drawn = random.Random(seed)
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    texts = Tokenizer(backend, {"default": WRITTEN_TOGETHER})
+    marks = [texts.special_id("<|im_start|>"), texts.special_id("<|im_end|>")]
+
+    def said() -> str:
+        return "".join(drawn.choices(PIECES, k=drawn.randrange(4)))
+
+    for _ in range(60):
+        arguments = {said(): drawn.choice((said(), [said()], {said(): said()})) for _ in range(3)}
+        written = drawn.choice((json.dumps(arguments), json.dumps(arguments, ensure_ascii=False), ascii(arguments)))
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": [{"type": "text", "text": said()} for _ in range(3)]},
+            {"role": "assistant", "content": said(), "tool_calls": [call]},
+        ]
+        parameters = {"type": "object", "properties": {said(): {} for _ in range(3)}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        tokens = texts.apply_chat_template(turns, [tool])
+        assert [token for token in tokens if token in marks] == marks * len(turns), (turns, tool)
+        assert texts.decode(tokens, skip_special=False) == texts.render_chat(turns, [tool]).text
+
+
+def test_a_token_that_a_template_cuts_does_not_make_another_one() -> None:
+    """As templates do that take thoughts out of past answers by their marks."""
+    source = "{% for m in messages %}{{ m.content.split('<|think|>') | join }}<|end|>{% endfor %}"
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    backend.add_special_tokens(["<|think|>", "<|end|>"])
+    texts = Tokenizer(backend, {"default": source})
+    tokens = texts.apply_chat_template([{"role": "assistant", "content": "a<|e<|think|>nd|>"}])
+    assert texts.decode(tokens, skip_special=False) == "a<|end|><|end|>"
+    assert tokens.count(texts.special_id("<|end|>") or -1) == 1
+
+
+def test_a_conversation_with_all_private_characters_is_refused_soon() -> None:
+    texts = "x" * (1 << 22) + "".join(map(chr, range(0xE000, 0xF900)))
+    control = ControlTokens(["<|im_end|>"])
+    begun = time.thread_time()
+    for text in (texts, texts[:-1], texts[:-2]):
+        with pytest.raises(InvalidRequest, match="private use"):
+            control.choose_marks(text)
+    assert control.choose_marks(texts[:-3]) == ("\uf8fd", "\uf8fe", "\uf8ff")
+    assert time.thread_time() - begun < 10
 
 
 @pytest.mark.parametrize("arguments", ["{'a': '\\ud800'}", "{'\\udfff': 1}", "{'a': ['\\ud83d x']}"])

@@ -86,7 +86,8 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
         for setting in ("listen", "metrics_listen"):
             child = start("--set", f"{setting}={address}", "--set", "kv_bytes=2")
             out, err = child.communicate(timeout=DEADLINE_S)
-            assert (child.returncode, out, err) == (2, "", f"child: {setting}: another program listens at {address}\n")
+            said = f"child: {setting}: another program listens at {address} (docs/errors.md#port-taken tells more)\n"
+            assert (child.returncode, out, err) == (2, "", said)
 
 
 def test_ends_with_its_parent() -> None:

@@ -116,6 +116,20 @@ def test_json_logs_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_own_logging")
+def test_warnings_and_errors_name_the_place_of_the_page_that_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure("info", "kvstore-0", json=True)
+    log = logs.get_logger("x")
+    log.error("no more records are written to a data folder", path="/data")
+    log.warning("the start failed", error="listen: another program listens at 127.0.0.1:1")
+    log.info("the disk is full")
+    log.error("something else")
+    written = [json.loads(line).get("help") for line in capsys.readouterr().err.splitlines()]
+    assert written == ["docs/errors.md#store-disk", "docs/errors.md#port-taken", None, None]
+
+
+@pytest.mark.usefixtures("_own_logging")
 def test_text_logs_are_one_line_with_a_plain_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("warning", "decode-0", False)
     log = logs.get_logger("moonpool.test")

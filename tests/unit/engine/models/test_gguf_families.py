@@ -706,7 +706,7 @@ def test_files_of_deepseek_v3_say_deepseek2_too(tmp_path: Path, monkeypatch: pyt
 def test_every_family_with_a_gguf_name_has_a_case() -> None:
     found = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
     named = {name for names in found for name in (names.architecture, *names.other_architectures)}
-    elsewhere = {"bailingmoe2", "llama", "qwen2", "qwen3"}
+    elsewhere = {"bailingmoe2", "llama", "qwen2", "qwen3", "step35"}
     assert named == {case.partition(",")[0] for case in FILES} | elsewhere
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.models.step3p7 import Step3p7TextConfig, Step3p7TextModel
 
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
 from tests.unit.engine.models.test_families import TINY, draw
+from tests.unit.engine.models.test_gguf_families import FILES, write
 from tests.unit.engine.models.test_published import two_turns
 from tests.unit.engine.models.test_ranks import answer
 from tests.unit.engine.ranks import ranked
@@ -39,6 +40,18 @@ PUBLISHED = {
     "rope_scaling": LLAMA3, "yarn_only_types": ["full_attention"], "zero_centered": True,
     "swiglu_limits": [0.0, 0.0, 0.3, 0.2, 0.0], "swiglu_limits_shared": [0.25, 0.0, 0.5, 0.0, 0.0],
     "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": [1, 2],
+}  # fmt: skip
+
+
+#: What llama.cpp's converter writes; lists have an entry for the layer that only drafts.
+KEYS = {
+    "block_count": 5, "nextn_predict_layers": 1, "attention.head_count": [4, 6, 6, 4, 6],
+    "attention.head_count_kv": [2] * 5, "attention.sliding_window": 20,
+    "attention.sliding_window_pattern": [False, True, True, False, True], "rope.dimension_count": 16,
+    "rope.freq_base": 5e6, "rope.freq_base_swa": 1e4, "expert_count": 8, "expert_used_count": 2,
+    "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 40, "expert_weights_scale": 3.0,
+    "expert_weights_norm": True, "leading_dense_block_count": 1, "moe_every_n_layers": 1,
+    "swiglu_clamp_exp": [0.0, 0.0, 0.3, 0.2, 0.0], "swiglu_clamp_shexp": [0.25, 0.0, 0.5, 0.0, 0.0],
 }  # fmt: skip
 
 
@@ -104,16 +117,42 @@ def folder(model: torch.nn.Module, head: torch.Tensor, path: Path, *, pictures: 
     return path
 
 
-@pytest.mark.parametrize("pictures", [False, True])
-def test_a_folder_answers_as_the_text_part_of_step_3_7_does(pictures: bool, tmp_path: Path) -> None:
-    model, head = reference()
+def whole(model: Step3p7TextModel, head: torch.Tensor) -> Callable[[torch.Tensor], SimpleNamespace]:
+    """What gives the logits, as a model with its head does."""
 
-    def whole(ids: torch.Tensor) -> SimpleNamespace:
+    def logits(ids: torch.Tensor) -> SimpleNamespace:
         with torch.no_grad():
             return SimpleNamespace(logits=model(input_ids=ids).last_hidden_state @ head.T)
 
-    answering: Callable[..., Any] = whole
+    return logits
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_a_folder_answers_as_the_text_part_of_step_3_7_does(pictures: bool, tmp_path: Path) -> None:
+    model, head = reference()
+    answering: Callable[..., Any] = whole(model, head)
     two_turns(answering, folder(model, head, tmp_path, pictures=pictures))  # type: ignore[arg-type]
+
+
+def test_a_file_answers_as_the_text_part_of_step_3_7_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With norms that hold their offset, and Llama 3's divisors, which the file pads for layers with windows."""
+    model, head = reference()
+    folder(model, head, tmp_path, pictures=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name] += 1.0
+    tensors |= {f"{name}.bias": tensors.pop(name) for name in list(tensors) if name.endswith("router_bias")}
+    scaled = model.rotary_emb.get_buffer("full_attention_inv_freq")
+    plain = 5e6 ** -(torch.arange(0, 8, 2).float() / 8)
+    tensors["rope.freqs.weight"] = torch.cat((plain / scaled, torch.ones(4)))
+    assert float((plain / scaled).max()) == 2.0
+    converted: Any = SimpleNamespace(config=model.config, state_dict=lambda: tensors)
+    monkeypatch.setitem(FILES, "step35", ("glm4_moe", KEYS))
+    (tmp_path / "file").mkdir()
+    write("step35", converted, tmp_path / "file" / "model.gguf")
+    answering: Callable[..., Any] = whole(model, head)
+    two_turns(answering, tmp_path / "file" / "model.gguf")  # type: ignore[arg-type]
 
 
 def test_ranks_have_the_gates_of_their_heads(tmp_path: Path) -> None:
