@@ -14,7 +14,7 @@ from moonpool.engine.kv_gate import StepState
 from moonpool.engine.layer_run import LayerRun
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
-from moonpool.engine.prompt_graphs import PromptShape
+from moonpool.engine.prompt_graphs import ChunkShape
 from moonpool.engine.run_mode import StageParts
 from moonpool.engine.sampling.captured import PlainRows, is_plain
 from moonpool.engine.step_run import StepRun, StepStart
@@ -49,7 +49,7 @@ class GraphRun(LayerRun):
             run.ahead = self._steps_ahead(run, run.plain)
         return super().compute(run, times) if run.ahead is None else self._go_on(run, run.ahead, times)
 
-    def _shape(self, run: StepRun) -> GraphShape | PromptShape | None:
+    def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
         shape, graphs = self._decode_shape(run), self._stage.prompt_graphs
         return graphs.shape(run.packed) if shape is None and graphs is not None and _captures(run) else shape
 
@@ -90,7 +90,7 @@ class GraphRun(LayerRun):
 
     def _compute(self, run: StepRun) -> bool:
         """Give all the stage's layers to the stream as one graph; return False if the step was aborted before."""
-        if isinstance(run.shape, PromptShape):
+        if isinstance(run.shape, ChunkShape):
             self._stage.platform.stream.run(partial(self._begin_layers, run, run.shape))
         if not isinstance(run.shape, GraphShape):
             return super()._compute(run)
@@ -110,7 +110,7 @@ class GraphRun(LayerRun):
         assert self._stage.graphs is not None
         run.hidden = self._stage.graphs.run(shape, run.batch, run.hidden)
 
-    def _begin_layers(self, run: StepRun, shape: PromptShape) -> None:
+    def _begin_layers(self, run: StepRun, shape: ChunkShape) -> None:
         assert self._stage.prompt_graphs is not None
         self._stage.prompt_graphs.begin(shape, run.batch, run.hidden)
 
@@ -118,7 +118,7 @@ class GraphRun(LayerRun):
         self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None
     ) -> None:
         graphs = self._stage.prompt_graphs
-        if graphs is None or not isinstance(run.shape, PromptShape):
+        if graphs is None or not isinstance(run.shape, ChunkShape):
             super()._compute_layers(first, last, run, signals, progress)
             return
         for layer in range(first, last):

@@ -13,7 +13,7 @@ from moonpool.engine.models.native_step import Progress
 from moonpool.engine.models.stage import SAMPLED
 from moonpool.engine.models.whole_pictures import PictureRows, with_rests
 from moonpool.engine.parallel.ranks import Ranks
-from moonpool.engine.prompt_graphs import PromptShape
+from moonpool.engine.prompt_graphs import ChunkShape
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler
@@ -88,7 +88,7 @@ class LayerRun(RunMode):
         self._stage.platform.stream.run(partial(self._move_hidden, run))
         return True
 
-    def _shape(self, run: StepRun) -> GraphShape | PromptShape | None:
+    def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
         """Return the shape of the graphs that compute the step; None: layers are launched."""
         del run
         return None

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PromptShape:
+class ChunkShape:
     """What a step's graphs compute: `tokens` of up to `sequences` sequences, of up to `context` tokens each.
 
     There are more tokens than sequences: so captured work tells a prompt's batch from one with a row for each sequence.
@@ -59,7 +59,7 @@ class PromptShape:
         return tokens <= self.tokens and sequences + padding <= self.sequences and context <= self.context
 
 
-def prompt_shapes(most_tokens: int, longest: int, layers: int) -> list[PromptShape]:
+def prompt_shapes(most_tokens: int, longest: int, layers: int) -> list[ChunkShape]:
     """Return the shapes to capture, in order: large ones first, since later graphs use earlier graphs' memory.
 
     Args:
@@ -75,11 +75,11 @@ def prompt_shapes(most_tokens: int, longest: int, layers: int) -> list[PromptSha
         sizes = sizes[::-2][::-1]  # the largest stays
 
 
-def _shapes(sizes: list[int], longest: int) -> Iterator[PromptShape]:
+def _shapes(sizes: list[int], longest: int) -> Iterator[ChunkShape]:
     for tokens in sizes:
         for context in contexts_up_to(longest) if tokens <= _SHORT else [longest]:
             for sequences in _SEQUENCES:
-                yield PromptShape(tokens, context, min(sequences, tokens // 2))
+                yield ChunkShape(tokens, context, min(sequences, tokens // 2))
 
 
 class PromptGraphs:
@@ -106,7 +106,7 @@ class PromptGraphs:
         self._device, self._model, self._memory = device, model, memory
         self._layers = range(model.layer_begin, model.layer_end)
         self._shapes = prompt_shapes(most_tokens, longest, len(self._layers))
-        self._graphs: dict[PromptShape, list[CapturedGraph]] = {}
+        self._graphs: dict[ChunkShape, list[CapturedGraph]] = {}
         self._inputs = {shape: self._inputs_of(shape) for shape in self._shapes}
         self._bytes_left = most_bytes
         where = device.torch_device
@@ -121,7 +121,7 @@ class PromptGraphs:
         self.not_captured = ""
         """Why shapes have no graphs; empty = all have."""
 
-    def shape(self, batch: PackedBatch) -> PromptShape | None:
+    def shape(self, batch: PackedBatch) -> ChunkShape | None:
         """Return the least captured shape that fits a step's batch, on the host; None if its layers are launched."""
         step = batch.num_tokens, len(batch.context_lens), int(batch.context_lens.max())
         return min((shape for shape in self._graphs if shape.fits(*step)), default=None)
@@ -143,7 +143,7 @@ class PromptGraphs:
         if self.not_captured:
             log.warning("%d of %d graphs of prompt steps: %s", len(self._graphs), len(self._shapes), self.not_captured)
 
-    def begin(self, shape: PromptShape, batch: PackedBatch, hidden: Tensor) -> None:
+    def begin(self, shape: ChunkShape, batch: PackedBatch, hidden: Tensor) -> None:
         """Bring a step to the device.
 
         Args:
@@ -155,7 +155,7 @@ class PromptGraphs:
         if not self._model.is_first:
             self._states[: batch.num_tokens].copy_(hidden)
 
-    def run(self, shape: PromptShape, layer: int) -> None:
+    def run(self, shape: ChunkShape, layer: int) -> None:
         """Compute a layer of the step that was begun; the first stage's first layer also embeds."""
         self._graphs[shape][layer - self._layers.start].replay()
 
@@ -163,7 +163,7 @@ class PromptGraphs:
         """Return the states [T, hidden] of the step's T tokens behind the last layer; they belong to the caller."""
         return self._states[:tokens].clone()
 
-    def _inputs_of(self, shape: PromptShape) -> GraphInputs:
+    def _inputs_of(self, shape: ChunkShape) -> GraphInputs:
         # Padding is one sequence, which may be longer than any other.
         table = (shape.sequences, -(-max(shape.context, shape.tokens) // self._memory.block_size))
         sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_TOKEN, (shape.tokens,))
@@ -172,7 +172,7 @@ class PromptGraphs:
         sizes |= {"query_start": (shape.sequences + 1,), "context_lens": (shape.sequences,), "block_tables": table}
         return GraphInputs(sizes)
 
-    def _fill(self, shape: PromptShape, batch: PackedBatch | None) -> None:
+    def _fill(self, shape: ChunkShape, batch: PackedBatch | None) -> None:
         """Copy a batch to the graphs' inputs; None: only padding."""
         inputs, tokens, sequences = self._inputs[shape], 0, 0
         values = {}
@@ -188,7 +188,7 @@ class PromptGraphs:
             lengths[sequences] = shape.tokens - tokens
         inputs.send(values | {"query_start": starts, "context_lens": lengths}, self._memory_of_inputs)
 
-    def _layer(self, shape: PromptShape, layer: int) -> None:
+    def _layer(self, shape: ChunkShape, layer: int) -> None:
         """Compute a layer of a step: captured work, independent of the buffers' content."""
         model, memory = self._model, self._memory
         if self._batch is None or layer == self._layers.start:
@@ -202,7 +202,7 @@ class PromptGraphs:
             # What layers share, such as angles, takes graphs' memory that other shapes may use from now on.
             self._batch, self._hidden = None, self._states
 
-    def _batch_of(self, shape: PromptShape) -> PackedBatch:
+    def _batch_of(self, shape: ChunkShape) -> PackedBatch:
         inputs: dict[str, Any] = self._inputs[shape].views(self._memory_of_inputs)
         return PackedBatch(
             **({"slot_tables": inputs["block_tables"], "slot_ids": inputs["block_ids"]} | inputs),
@@ -211,7 +211,7 @@ class PromptGraphs:
             most_context=shape.context,
         )
 
-    def _capture(self, shape: PromptShape) -> None:
+    def _capture(self, shape: ChunkShape) -> None:
         """Capture a shape's graphs. Where they take too much memory, smaller shapes may still have room."""
         self._fill(shape, None)
         graphs = list[CapturedGraph]()

@@ -17,7 +17,7 @@ from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.staged import StagedDevice
-from moonpool.engine.prompt_graphs import MAX_LAYER_GRAPHS, PromptGraphs, PromptShape, prompt_shapes
+from moonpool.engine.prompt_graphs import MAX_LAYER_GRAPHS, ChunkShape, PromptGraphs, prompt_shapes
 from tests.unit.engine.test_devices import BLOCKS, FEW, GREEDY, SIZE, ids, nothing_fails, rig
 from tests.unit.engine.test_steps_ahead import Counted
 
@@ -56,7 +56,7 @@ def test_no_shape_without_a_step_that_is_large_enough() -> None:
 
 
 def test_padding_takes_a_sequences_place() -> None:
-    shape = PromptShape(64, 1024, 4)
+    shape = ChunkShape(64, 1024, 4)
     assert shape.fits(64, 4, 1024)
     assert not shape.fits(63, 4, 1024)
     assert shape.fits(63, 3, 1024)
@@ -86,13 +86,13 @@ def test_a_step_takes_the_least_captured_shape(model: StageModel) -> None:
             )
         ]
     assert found == [
-        PromptShape(64, 1024, 4),
-        PromptShape(64, 1024, 4),
-        PromptShape(64, 1024, 4),
-        PromptShape(64, 1024, 32),
-        PromptShape(64, 2048, 4),
-        PromptShape(128, 1024, 4),
-        PromptShape(256, 1024, 4),
+        ChunkShape(64, 1024, 4),
+        ChunkShape(64, 1024, 4),
+        ChunkShape(64, 1024, 4),
+        ChunkShape(64, 1024, 32),
+        ChunkShape(64, 2048, 4),
+        ChunkShape(128, 1024, 4),
+        ChunkShape(256, 1024, 4),
         None,
         None,
         None,
@@ -160,9 +160,9 @@ def test_what_has_no_room_is_named_and_the_rest_stays(model: StageModel) -> None
     with rig(model, device) as tested:
         graphs = PromptGraphs(device, model, tested.place.memory, LONGEST, 128, most_bytes=100)
         graphs.capture(tested.place.stream, lambda what: None)
-        assert graphs.shape(batch(*[(9, 0)] * 9)) == PromptShape(128, LONGEST, 64)
-        assert graphs.shape(batch((100, 0))) == PromptShape(128, LONGEST, 64)
-        assert graphs.shape(batch((9, 0))) == PromptShape(64, LONGEST, 32)
+        assert graphs.shape(batch(*[(9, 0)] * 9)) == ChunkShape(128, LONGEST, 64)
+        assert graphs.shape(batch((100, 0))) == ChunkShape(128, LONGEST, 64)
+        assert graphs.shape(batch((9, 0))) == ChunkShape(64, LONGEST, 32)
         assert "out of memory" in graphs.not_captured
 
 
