@@ -47,8 +47,8 @@ Every service reports metrics in two ways:
   `moonpool_<service>_`.
 
 Names that end in `_total` are counters, which only grow, and start at 0 when the service starts. Others are gauges
-where the text says no other kind. "At rest" is the value that a gauge must have when no request runs; `moonpool check` fails
-if the value is another one. To add a metric, see [extend/metric.md](extend/metric.md).
+where the text says no other kind. "At rest" is the value that a gauge must have when no request runs; `moonpool check`
+fails if the value is another one. To add a metric, see [extend/metric.md](extend/metric.md).
 """
 
 Table = Sequence[Metric[Any]]
