@@ -125,7 +125,7 @@ def test_the_longest_head_is_that_of_the_kernels() -> None:
     assert GPU_LATENT == (triton.MAX_VALUE_DIM, triton.MAX_REST)
 
 
-class Adds(TorchDispatchMode):
+class Adds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts additions in place."""
 
     count = 0
@@ -140,7 +140,7 @@ def test_what_a_layer_adds_is_added_by_the_next_ones_norm(case: str, apart: int,
     """Of layers in one call; the last one's is added apart, and what no norm reads."""
     model = on_meta(tmp_path, case)
     assert len(model.layers) == 4
-    with Adds() as adds, torch.no_grad():
+    with Adds() as adds, torch.no_grad():  # type: ignore[no-untyped-call]
         batch = chunk_batch()
         hidden = model.embed(batch.token_ids)
         model.run(hidden, batch, pools(model.config), 0, 4)
