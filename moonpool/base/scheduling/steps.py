@@ -139,7 +139,7 @@ class Step:
 
 
 def without_files(step: Step) -> Step:
-    """Return a step as stages behind the first get it: without files and rows of pictures, which the encoder alone reads.
+    """Return a step as stages behind the first get it: without files and rows of pictures, which the encoder reads.
 
     Files and rows of one step may be hundreds of megabytes.
     """
