@@ -3,10 +3,12 @@
 Checks that the tree is what the release says: every distribution and the changelog have the version, nothing is
 uncommitted. Then writes beside the wheels `notes.md` (the version's changelog), `sbom.cdx.json` (the packages of
 requirements.lock, as they are installed here), `images.txt` (the images, if a docker engine answers) and `SHA256SUMS`.
-A tag is left to people: the last line says the command.
+A tag is left to people: the last line says the command. `--prepare VERSION` makes the tree a release's: the version
+wherever one is written, and a heading with the date over what the changelog has unreleased. To be committed before.
 """
 
 import argparse
+import datetime
 import hashlib
 import json
 import re
@@ -23,6 +25,8 @@ from tools.sbom import bill, canonical
 SUMS, NOTES, BILL, IMAGES = "SHA256SUMS", "notes.md", "sbom.cdx.json", "images.txt"
 TARGETS = ("light", "engine", "engine-cuda")
 """Images of deploy/Containerfile."""
+NAMED_IN = ("docs/kubernetes.md",)
+"""Pages that name images with the version."""
 
 
 def versions(root: Path = ROOT) -> dict[str, str]:
@@ -36,6 +40,33 @@ def versions(root: Path = ROOT) -> dict[str, str]:
             if (asked := re.fullmatch(r"(moonpool[\w-]*)==(\S+)", needed)) is not None:
                 found[f"{name}: {asked[1]}"] = asked[2]
     return found
+
+
+def prepare(version: str, today: str, root: Path = ROOT) -> list[Path]:
+    """Write a version wherever the tree names its own, and date the unreleased part of the changelog; return the files.
+
+    Args:
+        version: MAJOR.MINOR.PATCH.
+        today: year, month and day, as the changelog has them.
+        root: of the tree.
+
+    Raises:
+        ValueError: it is no version, or nothing is unreleased.
+    """
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise ValueError(f"{version} is no version, such as 1.2.0")
+    changelog = (root / "CHANGELOG.md").read_text()
+    if not notes(changelog, "Unreleased").strip():
+        raise ValueError("CHANGELOG.md has nothing under [Unreleased]")
+    before = versions(root)["moonpool: version"]
+    written = [root / folder / "pyproject.toml" for folder in DISTRIBUTIONS.values()]
+    written += [path for name in NAMED_IN if (path := root / name).exists()]
+    ours = re.compile(rf'(^version = "|\bmoonpool[\w-]*(?:==|:)|newTag: "){re.escape(before)}(?![\d.])', re.MULTILINE)
+    for path in written:
+        path.write_text(ours.sub(rf"\g<1>{version}", path.read_text()))
+    heading = "## [Unreleased]\n"
+    (root / "CHANGELOG.md").write_text(changelog.replace(heading, f"{heading}\n## [{version}] - {today}\n", 1))
+    return [*written, root / "CHANGELOG.md"]
 
 
 def notes(changelog: str, version: str) -> str:
@@ -116,7 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", default=versions()["moonpool: version"], help="default: that of pyproject.toml")
     parser.add_argument("--check", action="store_true", help="check the tree alone, before wheels are built")
+    parser.add_argument("--prepare", metavar="VERSION", help="write this version into the tree, and nothing else")
     options = parser.parse_args(argv)
+    if options.prepare:
+        for path in prepare(options.prepare, datetime.date.today().isoformat()):
+            print(path.relative_to(ROOT))
+        return 0
     version = options.version
     if found := complaints(version) + ([] if options.check else missing(version)):
         print(*found, sep="\n", file=sys.stderr)

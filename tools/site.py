@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
+_ITEM = re.compile(r"(?:[-*+]|\d+\.) +")
 _LINK = re.compile(r"!?\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -28,6 +29,35 @@ def without_links_outside(text: str, folder: Path) -> str:
     return _LINK.sub(replaced, text)
 
 
+def with_deep_lists(text: str) -> str:
+    """Indent what belongs to an item of a list by four spaces a level, as Python-Markdown wants and GitHub does not.
+
+    A list that follows a paragraph's line gets an empty line before it.
+    """
+    columns: list[int] = []  # where the text of each open item begins
+    done: list[str] = []
+    fence = before = ""
+    for line in text.splitlines():
+        words = line.strip()
+        column = len(line) - len(line.lstrip())
+        item = _ITEM.match(words) if not fence else None
+        in_list = bool(columns)
+        starts_block = item or not before or words.startswith("```")
+        while words and not fence and starts_block and columns and column < columns[-1]:
+            columns.pop()
+        if item and before and not in_list:
+            done.append("")
+        if fence:
+            words = line[min(column, columns[-1] if columns else 0) :].rstrip()
+        done.append("    " * len(columns) + words if words else "")
+        if words.startswith("```") and (not fence or words == fence):
+            fence = "" if fence else "```"
+        if item:
+            columns.append(column + item.end())
+        before = "" if fence else words
+    return "\n".join(done) + "\n"
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Called by mkdocs for each page."""
-    return without_links_outside(markdown, Path(page.file.abs_src_path).parent)
+    return with_deep_lists(without_links_outside(markdown, Path(page.file.abs_src_path).parent))

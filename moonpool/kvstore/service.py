@@ -27,7 +27,6 @@ from moonpool.base.rpc.roles import own_tenant, tenant_of
 from moonpool.base.rpc.server import Service, serving
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.rpc.tls import Security
-from moonpool.base.rpc.tuning import raise_open_files_limit
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
@@ -355,7 +354,6 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Pat
         ConfigError: a setting is refused.
         Mismatch: a conductor refuses the store.
     """
-    raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config, files)
     await asyncio.to_thread(native_library.build_ahead, ctx.starting)
     await asyncio.to_thread(copy_verified.prepare)

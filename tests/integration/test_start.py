@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.cli.running_stacks import running_stacks
+from moonpool.cli.running_stacks import recorded_stack, running_stacks
 from tests.integration.test_cli import CLI, children_of, environment
 
 END_S = 15.0
@@ -95,6 +95,31 @@ def test_a_taken_port_is_found_before_anything_is_done(flag: str) -> None:
         f"moonpool: {flag}: another program listens at 127.0.0.1:{port}",
         "docs/errors.md#port-taken tells more.",
     ]
+
+
+@pytest.mark.parametrize("records", ["same", pytest.param("elsewhere", marks=pytest.mark.slow)])
+def test_a_second_stack_on_a_data_folder_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: str
+) -> None:
+    """Neither a log nor a folder: also where the first stack's record cannot be seen."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    data = tmp_path / "data"
+    with recorded_stack(data, "m"):
+        (data / "logs").mkdir()
+        (data / "logs" / "conductor.log").write_text("first\n")
+
+        def seen() -> dict[Path, tuple[int, int]]:
+            return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (data, *data.rglob("*"))}
+
+        before = seen()
+        if records == "elsewhere":
+            (tmp_path / "elsewhere").mkdir()
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "elsewhere"))
+        command = [*CLI, "serve", "bundled", "--port", "0", "--data-dir", str(data)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("moonpool: data_dir: another stack uses ")
+        assert seen() == before
 
 
 @pytest.mark.slow

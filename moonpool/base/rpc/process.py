@@ -20,7 +20,7 @@ from moonpool.base import world
 from moonpool.base.config import ServiceConfig, check_free
 from moonpool.base.errors import CheckpointError, ConfigError, Mismatch, Unavailable
 from moonpool.base.remedies import remedy
-from moonpool.base.rpc.tuning import hand_freed_memory_back, tune_gc, tune_grpc, tune_malloc
+from moonpool.base.rpc.tuning import hand_freed_memory_back, raise_open_files_limit, tune_gc, tune_grpc, tune_malloc
 from moonpool.base.telemetry import logs
 from moonpool.base.telemetry.spans import CURRENT, Recorder, SpanExporter
 from moonpool.v1 import kv_pb2
@@ -190,6 +190,7 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
         The exit code: 0 after an orderly end, 2 for a wrong setting or checkpoint, 3 if the cluster refuses this
             instance as not fitting (`Mismatch`), 1 for any other failure.
     """
+    raise_open_files_limit()
     tune_malloc()
     tune_gc()
     tune_grpc()

@@ -31,7 +31,7 @@ from moonpool.base.rpc.peer_calls import DEFAULT_LIMITS, CallLimits, PeerCalls
 from moonpool.base.rpc.roles import RoleGate
 from moonpool.base.rpc.stream_writes import write_whole
 from moonpool.base.rpc.tls import Security
-from moonpool.base.rpc.tuning import CONNECTION_OPTIONS
+from moonpool.base.rpc.tuning import CONNECTION_OPTIONS, open_files_limit
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.v1 import calls_pb2
 
@@ -156,6 +156,7 @@ async def serving(
         *_OPTIONS,
         ("grpc.max_concurrent_streams", limits.connection_calls),
         ("grpc.server_handshake_timeout_ms", round(1e3 * limits.handshake_s)),
+        ("grpc.max_allowed_incoming_connections", limits.connections or max(1, open_files_limit() // 2)),
     ]
     peers = PeerCalls(limits)
     server = world.CURRENT.get().network.server([ErrorInterceptor(peers, gate)], options)

@@ -50,6 +50,7 @@ CONNECTION_OPTIONS: list[tuple[str, Any]] = [
 ]
 """gRPC options that channels and servers share."""
 
+_MOST_FILES = (1 << 31) - 1
 GC_OBJECTS = 20_000
 """Number of new objects after which the collector looks at young objects."""
 
@@ -110,6 +111,12 @@ async def hand_freed_memory_back() -> None:
             gc.collect()  # requests that were refused leave cycles, of errors and their frames, with all texts
             await asyncio.to_thread(release_memory)
             freed.handed_back(use.resident_bytes())
+
+
+def open_files_limit() -> int:
+    """Return how many files this process may have open, at most 2**31 - 1."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES)
 
 
 def raise_open_files_limit() -> None:

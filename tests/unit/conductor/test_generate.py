@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from moonpool.base.errors import TransferFailed
+from moonpool.base.errors import Overloaded, TransferFailed
 from moonpool.base.kv.keys import block_keys, chain_root, unpack_keys
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import NotFound, Unavailable
@@ -217,6 +217,21 @@ async def test_a_client_that_leaves_cancels_everywhere(where: str) -> None:
         await d.until(lambda: not d.reserved)
         await p.until(lambda: p.running == 0)
         assert len(d.cancelled) == 1
+
+
+async def test_a_tenant_pays_for_the_tokens_that_a_client_had_when_it_left() -> None:
+    """The core is told of tokens now and then only; a client that leaves before must not have them for nothing."""
+    p, d = prefill(), decode(hold_at=60)
+    async with stack(p, d, tenant_budgets={"ann": {"tpm": len(PROMPT) + 50}}) as s:
+        sampling = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+        had = 0
+        async for event in s.client.stream(token_ids=PROMPT, sampling=sampling, tenant="ann"):
+            had += len(event.token_ids)
+            if had >= 60:
+                break
+        await s.rest()
+        with pytest.raises(Overloaded, match="tokens a minute"):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, tenant="ann")
 
 
 async def test_leaving_the_iteration_cancels() -> None:

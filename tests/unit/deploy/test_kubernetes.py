@@ -24,7 +24,9 @@ from tests.unit.deploy.manifests import (
     templates,
 )
 from tools.gen_metrics import PAGE
+from tools.release import versions
 
+VERSION = versions()["moonpool: version"]
 METRICS_PATHS = ("/livez", "/readyz")
 
 
@@ -212,8 +214,8 @@ def test_the_overlay_of_the_page_has_its_images_and_the_keys(tmp_path: Path) -> 
     objects = manifests("mine", tmp_path / "kubernetes")
     held = [container for item in objects for pod in templates(item) for container in pod["spec"]["containers"]]
     assert {container["image"] for container in held} == {
-        "registry.example/moonpool-light:0.1.0",
-        "registry.example/moonpool-engine:0.1.0",
+        f"registry.example/moonpool-light:{VERSION}",
+        f"registry.example/moonpool-engine:{VERSION}",
     }
     (gateway,) = [item for item in objects if item["kind"] == "Deployment" and "gateway" in item["metadata"]["name"]]
     (secret,) = [item for item in objects if item["kind"] == "Secret"]

@@ -5,8 +5,10 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tools.dist import DISTRIBUTIONS
-from tools.release import BILL, NOTES, SUMS, complaints, missing, notes, versions, write
+from tools.release import BILL, NOTES, SUMS, complaints, missing, notes, prepare, versions, write
 
 CHANGELOG = """# Changelog
 
@@ -77,3 +79,31 @@ def test_what_keeps_a_tree_from_being_a_release(tmp_path: Path) -> None:
 def test_notes_end_where_the_next_version_begins() -> None:
     assert notes(CHANGELOG.format(""), "1.1.0") == "- Old.\n"
     assert notes(CHANGELOG.format(""), "9.9.9") == ""
+
+
+def test_a_tree_is_prepared_for_a_version(tmp_path: Path) -> None:
+    root, _ = tree(tmp_path, "\n### Fixed\n- A fault.\n\n")
+    (root / "docs").mkdir()
+    page = root / "docs/kubernetes.md"
+    page.write_text('a/moonpool-light:1.2.0, {newTag: "1.2.0"}, docker 1.2.0, moonpool-light:1.2.01')
+    written = prepare("1.3.0", "2030-02-03", root)
+    assert {path.name for path in written} == {"pyproject.toml", "CHANGELOG.md", "kubernetes.md"}
+    assert set(versions(root).values()) == {"1.3.0"}
+    assert page.read_text() == 'a/moonpool-light:1.3.0, {newTag: "1.3.0"}, docker 1.2.0, moonpool-light:1.2.01'
+    changelog = (root / "CHANGELOG.md").read_text()
+    assert notes(changelog, "1.3.0") == "### Fixed\n- A fault.\n"
+    assert notes(changelog, "Unreleased").strip() == ""
+    assert "## [1.3.0] - 2030-02-03\n" in changelog
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "1.3.0"], cwd=root, check=True
+    )
+    assert [each for each in complaints("1.3.0", root) if not each.startswith("not committed: docs")] == []
+
+
+@pytest.mark.parametrize("version", ["1.3", "v1.3.0", "1.3.0rc1"])
+def test_what_is_no_version_is_not_prepared(tmp_path: Path, version: str) -> None:
+    root, _ = tree(tmp_path, "\n- A fault.\n\n")
+    with pytest.raises(ValueError, match="is no version"):
+        prepare(version, "2030-02-03", root)
+    with pytest.raises(ValueError, match="nothing under"):
+        prepare("1.4.0", "2030-02-03", tree(tmp_path / "other")[0])

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tools.site import DOCS, without_links_outside
+from tools.site import DOCS, with_deep_lists, without_links_outside
 
 ROOT = DOCS.parent
 
@@ -28,6 +28,57 @@ def test_no_page_links_to_what_the_site_lacks() -> None:
             target for target in re.findall(r"\]\((\.\./[^)\s#]+)", shown) if not (page.parent / target).is_file()
         ]
         assert not outside, page
+
+
+STEPS = """\
+Do this:
+1. First:
+
+   ```python
+   def f():
+
+       return 1
+   ```
+
+   - a point
+     that goes on
+     - below
+
+2. Second.
+
+A paragraph.
+"""
+
+
+def test_what_belongs_to_an_item_is_indented_as_mkdocs_wants() -> None:
+    assert with_deep_lists(STEPS).splitlines() == [
+        "Do this:",
+        "",
+        "1. First:",
+        "",
+        "    ```python",
+        "    def f():",
+        "",
+        "        return 1",
+        "    ```",
+        "",
+        "    - a point",
+        "        that goes on",
+        "        - below",
+        "",
+        "2. Second.",
+        "",
+        "A paragraph.",
+    ]
+
+
+def test_pages_keep_their_words_and_no_item_of_a_list_loses_its_own() -> None:
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        shown = with_deep_lists(text)
+        assert shown.split() == text.split(), page
+        fences = re.findall(r"^( *)```", shown, re.MULTILINE)
+        assert all(len(indent) % 4 == 0 for indent in fences), page
 
 
 def test_what_mkdocs_is_told_of_exists() -> None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
+from moonpool.base.errors import Unavailable
 from moonpool.base.rpc.channels import probe
 from moonpool.base.rpc.peer_calls import CallLimits
 from moonpool.base.rpc.server import serving
@@ -103,6 +104,27 @@ async def test_probes_over_http_are_answered_beside_rapid_resets() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
             writer.close()
+
+
+async def test_connections_beyond_the_bound_are_closed_and_make_room_when_others_end() -> None:
+    """Else a peer's silent connections take all descriptors, also those for the service's files."""
+    async with serving("127.0.0.1:0", [], grace_s=0, limits=CallLimits(connections=3)) as running:
+        begun = []
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+                writer.write(PREFACE + frame(SETTINGS, 0, 0))
+                assert await reader.read(1), "closed"
+                begun.append(writer)
+            with pytest.raises(Unavailable):
+                await probe(running.address, DEADLINE_S)
+            for writer in begun:
+                writer.close()
+                await writer.wait_closed()
+            while True:
+                with suppress(Unavailable):
+                    await probe(running.address, DEADLINE_S)
+                    break
 
 
 @pytest.mark.parametrize("said", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"])
