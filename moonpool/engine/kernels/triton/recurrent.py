@@ -19,11 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moonpool.engine.kernels.triton import CHUNK
-from moonpool.engine.kernels.triton.tiles import padded
+from moonpool.engine.kernels.triton import device as code
+from moonpool.engine.kernels.triton.tiles import limits_of, padded
 
-_CONV_ROWS, _CONV_CHANNELS = 32, 128
-_STATE_ELEMENTS = 8192
-"""Of a program: half of the registers of four warps."""
+_CONV_ROWS, _CONV_CHANNELS = 16, 64
+_ONE_ROW, _ROWS = (8192, 8), (4096, 4)
+"""Elements of the state that a program holds, and its warps: for sequences with one row, and with several."""
+_MORE_WARPS = 8
+"""Warps for several rows where a program has more to hold: keys of more than 128 elements, or a decay of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +105,23 @@ def scan(
     """Write each row's result, and states behind blocks; `singles`: sequences with one row."""
     sequences = places.lengths.shape[0]
     key_dim, value_dim = max(padded(shape.key_dim), 16), max(padded(shape.value_dim), 16)
-    width = min(value_dim, max(_STATE_ELEMENTS // key_dim, 16))
-    step = step.contiguous()
+    fine, step = decay.dim() == 3, step.contiguous()
     for one_row, count in ((True, singles), (False, sequences - singles)):
         if not count or not mixed.shape[0]:
             continue
+        elements, warps = _ONE_ROW if one_row else _ROWS
+        if not one_row and (fine or key_dim > 128):
+            warps = _MORE_WARPS
+        width = min(value_dim, max(elements // key_dim, 16))
         _scan[sequences, shape.heads, -(-shape.value_dim // width)](
             mixed, decay, step, skip, out, *_tensors(places), mixed.stride(0), *_numbers(places),
             shape.key_heads, shape.offset,
             HEADS=shape.heads, SHARE=shape.heads // shape.key_heads, IN_TURN=shape.in_turn,
             KEY_DIM=shape.key_dim, PADDED_KEY=key_dim, VALUE_DIM=shape.value_dim, WIDTH=width,
-            QUERIES=shape.queries, KEYS=shape.keys, VALUES=shape.values, DELTA=shape.delta, FINE=decay.dim() == 3,
-            ONE_ROW=one_row, ROWS=1 if one_row else CHUNK, BLOCK_SIZE=places.block_size, enable_fp_fusion=False,
+            QUERIES=shape.queries, KEYS=shape.keys, VALUES=shape.values, DELTA=shape.delta, FINE=fine,
+            ONE_ROW=one_row, ROWS=1 if one_row else CHUNK, BLOCK_SIZE=places.block_size,
+            PRECISION="tf32x3" if limits_of(mixed.device).thirds else "ieee", WIDE=code.INTERPRETED,
+            enable_fp_fusion=False, num_warps=warps, num_stages=1,
         )  # fmt: skip
 
 
@@ -184,9 +192,23 @@ def _convolve(
 
 
 @triton.jit
-def _unit(x):
-    """Return vectors of length 1."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+def _wide(x, WIDE: tl.constexpr):
+    """Return x in float32 where interpreted kernels multiply; else as it is."""
+    return x.to(tl.float32) if WIDE else x
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """Return a @ b for float32 `b`; of bfloat16 `a`, in three parts of `b`, which together keep float32's digits."""
+    if a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
+    else:
+        total = tl.dot(a.to(tl.float32), b, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -196,31 +218,28 @@ def _row(x, rows, at):
 
 
 @triton.jit
-def _between(q, k, past, rows, FINE: tl.constexpr, ROWS: tl.constexpr):
-    """Return products [rows, earlier rows] of keys with keys and of queries with keys, faded in between."""
-    earlier = rows[:, None] >= rows[None, :]
-    if FINE:
-        by_key = tl.zeros((ROWS, ROWS), tl.float32)
-        by_query = tl.zeros((ROWS, ROWS), tl.float32)
-        for at in range(ROWS):
-            fade = tl.where(rows[:, None] >= at, past - _row(past, rows, at)[None, :], float("-inf"))
-            faded = tl.exp(fade) * _row(k, rows, at)[None, :]
-            by_key = tl.where(rows[None, :] == at, tl.sum(k * faded, 1)[:, None], by_key)
-            by_query = tl.where(rows[None, :] == at, tl.sum(q * faded, 1)[:, None], by_query)
-    else:
-        column = tl.sum(tl.where(rows[:, None] == rows[None, :], past, 0.0), 0)  # `past` [rows, 1], as a row
-        fade = tl.exp(tl.where(earlier, past - column[None, :], float("-inf")))
-        turned = tl.trans(k)
-        by_key = tl.dot(k, turned, input_precision="ieee") * fade
-        by_query = tl.dot(q, turned, input_precision="ieee") * fade
+def _as_row(x, rows):
+    """Return [1, n] of a column [n, 1]."""
+    return tl.sum(tl.where(rows[:, None] == rows[None, :], x, 0.0), 0)[None, :]
+
+
+@triton.jit
+def _faded_products(q, k, past, rows, ROWS: tl.constexpr):
+    """Return products of keys and of queries [rows, n] with keys of earlier rows, each element faded in between."""
+    by_key = tl.zeros((ROWS, ROWS), tl.float32)
+    by_query = tl.zeros((ROWS, ROWS), tl.float32)
+    for at in range(ROWS):
+        fade = tl.where(rows[:, None] >= at, past - _row(past, rows, at)[None, :], float("-inf"))
+        faded = tl.exp(fade) * _row(k, rows, at)[None, :]
+        by_key = tl.where(rows[None, :] == at, tl.sum(k * faded, 1)[:, None], by_key)
+        by_query = tl.where(rows[None, :] == at, tl.sum(q * faded, 1)[:, None], by_query)
     return by_key, by_query
 
 
 @triton.jit
-def _changes(v, k, by_key, taken, state, rows, ROWS: tl.constexpr):
-    """Return what the delta rule adds by each row: a triangular system, solved row by row."""
-    u = (v - tl.dot(k, state, input_precision="ieee")) * taken
-    by_key = tl.where(rows[:, None] > rows[None, :], by_key * taken, 0.0)
+def _changes(u, by_key, rows, ROWS: tl.constexpr):
+    """Return what the delta rule adds by each row: the solution of a triangular system, row by row."""
+    by_key = tl.where(rows[:, None] > rows[None, :], by_key, 0.0)
     for at in range(1, ROWS):
         earlier = tl.sum(tl.trans(_row(by_key, rows, at)[None, :]) * u, 0)
         u = tl.where(rows[:, None] == at, u - earlier[None, :], u)
@@ -236,7 +255,7 @@ def _scan(
     HEADS: tl.constexpr, SHARE: tl.constexpr, IN_TURN: tl.constexpr,
     KEY_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DELTA: tl.constexpr, FINE: tl.constexpr,
-    ONE_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ONE_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Scan WIDTH value elements of a head over a sequence's rows; grid (sequences, heads, parts of values).
 
@@ -267,8 +286,8 @@ def _scan(
         in_keys = there[:, None] & is_key[None, :]
         in_values = there[:, None] & is_value[None, :]
         of_keys = row[:, None] * mixed_stride + key_head * KEY_DIM + key[None, :]
-        q = tl.load(mixed + of_keys + QUERIES, mask=in_keys, other=0.0).to(tl.float32)
-        k = tl.load(mixed + of_keys + KEYS, mask=in_keys, other=0.0).to(tl.float32)
+        q = _wide(tl.load(mixed + of_keys + QUERIES, mask=in_keys, other=0.0), WIDE)
+        k = _wide(tl.load(mixed + of_keys + KEYS, mask=in_keys, other=0.0), WIDE)
         of_values = row[:, None] * mixed_stride + VALUES + head * VALUE_DIM + value[None, :]
         v = tl.load(mixed + of_values, mask=in_values, other=0.0).to(tl.float32)
         taken = tl.load(step + row * HEADS + head, mask=there, other=0.0)[:, None]
@@ -276,26 +295,45 @@ def _scan(
             faded = tl.load(decay + (row[:, None] * HEADS + head) * KEY_DIM + key[None, :], mask=in_keys, other=0.0)
         else:
             faded = tl.load(decay + row * HEADS + head, mask=there, other=0.0)[:, None]
+        wide_q = q.to(tl.float32)
+        wide_k = k.to(tl.float32)
+        # Factors of rows: length 1 of queries and keys, where the delta rule wants that.
+        of_q = tl.full((ROWS, 1), 1.0, tl.float32)
+        of_k = of_q
         if DELTA:
-            q = _unit(q) * (KEY_DIM**-0.5)
-            k = _unit(k)
+            of_q = tl.rsqrt(tl.sum(wide_q * wide_q, 1) + 1e-6)[:, None] * (KEY_DIM**-0.5)
+            of_k = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + 1e-6)[:, None]
         if ONE_ROW:
-            fade = tl.trans(tl.exp(faded))  # [keys, 1]
-            k_column = tl.trans(k)
-            state = state * fade
-            u = (v - tl.sum(k_column * state, 0)[None, :]) * taken if DELTA else v * taken
-            state = state + k_column * u
-            result = tl.sum(tl.trans(q) * state, 0)[None, :]
+            column = tl.trans(wide_k * of_k)
+            state = state * tl.trans(tl.exp(faded))
+            u = (v - tl.sum(column * state, 0)[None, :]) * taken if DELTA else v * taken
+            state = state + column * u
+            result = tl.sum(tl.trans(wide_q * of_q) * state, 0)[None, :]
         else:
             past = tl.cumsum(faded, 0)
-            end = tl.sum(faded, 0)  # of all rows
-            by_key, by_query = _between(q, k, past, rows, FINE, ROWS)
-            fade = tl.exp(past)
-            u = _changes(v, k * fade, by_key, taken, state, rows, ROWS) if DELTA else v * taken
-            result = tl.dot(q * fade, state, input_precision="ieee")
-            result = tl.dot(by_query, u, result, input_precision="ieee")
-            left = k * tl.exp(end[None, :] - past)
-            state = state * tl.exp(end)[:, None] + tl.dot(tl.trans(left), u, input_precision="ieee")
+            end = tl.sum(faded, 0)[None, :]  # of all rows
+            if FINE:
+                by_key, by_query = _faded_products(wide_q * of_q, wide_k * of_k, past, rows, ROWS)
+                left = wide_k * tl.exp(end - past)
+                q = wide_q * tl.exp(past)
+                k = wide_k * tl.exp(past)
+            else:
+                # Products of stored queries and keys are exact; what changes a row's are factors of the row.
+                fade = tl.where(rows[:, None] >= rows[None, :], past - _as_row(past, rows), float("-inf"))
+                fade = tl.exp(fade) * _as_row(of_k, rows)
+                by_key = tl.dot(k, tl.trans(k), input_precision=PRECISION) * fade * of_k
+                by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * fade * of_q
+                left = k
+                of_q = of_q * tl.exp(past)
+                taken_k = of_k * tl.exp(past)
+            u = v * taken
+            if DELTA:
+                known = _product(k, state, PRECISION) * (of_k if FINE else taken_k)
+                u = _changes(u - known * taken, by_key * taken, rows, ROWS)
+            result = _product(q, state, PRECISION) * of_q
+            result = tl.dot(by_query, u, result, input_precision=PRECISION)
+            added = u * of_k if FINE else u * of_k * tl.exp(end - past)
+            state = state * tl.trans(tl.exp(end)) + _product(tl.trans(left), added, PRECISION)
         if skip is not None:
             result += v * tl.load(skip + head)
         to = out + row[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM + value[None, :]
