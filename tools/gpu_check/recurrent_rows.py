@@ -62,12 +62,12 @@ def _step(
     parts = [(bytes(4 * rows), before, table) for table in tables]
     batch = PackedBatch.build(parts, _BLOCK, on.device, full_hits=range(sequences))
     pool = torch.randn((1 + each * sequences, 1, 1, 1, layer.spec.state_elements), device=on.device)
-    hidden = torch.randn((sequences * rows, _HIDDEN), generator=rng).to(on.device, layer.conv.dtype)
+    hidden = torch.randn((sequences * rows, _HIDDEN), generator=rng).to(on.device, layer.output.dtype)
     undo = StateUndo()
 
     def call() -> Tensor:
         undo.begin()
-        return layer(hidden, batch, pool, undo, deterministic=False)
+        return layer(hidden, batch, pool, undo, None, deterministic=False)
 
     return call
 
@@ -87,16 +87,18 @@ def random_layer(
     sizes = {
         "short_conv": 3 * spec.width,
         "mamba2": values + spec.channels + spec.heads,
+        "lightning": spec.channels + values,
         "gated_delta": spec.channels + values + 2 * spec.heads,
         "kimi_delta": spec.channels + 2 * spec.width + spec.heads,
     }
-    conv = (drawn(spec.channels, spec.conv) / 2).to(device, dtype)
+    conv = (drawn(spec.channels, spec.conv) / 2).to(device, dtype) if spec.conv > 1 else None
     bias = drawn(spec.channels).to(device, dtype) if spec.conv_bias else None
     weights = RecurrentWeights(spec, linear(sizes[spec.kind], hidden), conv, bias, linear(hidden, values or spec.width))
     if spec.heads:
         weights.decay = -drawn(spec.heads).exp().to(device)
         weights.step_bias = drawn(keys if spec.kind == "kimi_delta" else spec.heads).to(device)
-        weights.norm = drawn(values if spec.gate_first else spec.value_dim).to(device, dtype)
+        whole = spec.gate_first or bool(spec.norm_groups)
+        weights.norm = drawn(values if whole else spec.value_dim).to(device, dtype)
     if spec.kind == "mamba2":
         weights.skip = drawn(spec.heads).to(device)
     if spec.kind == "kimi_delta":

@@ -183,14 +183,16 @@ class RecurrentSpec:
     - "mamba2": a state space with one decay a head (Dao and Gu 2024).
     - "gated_delta": the delta rule with one decay a head (Yang et al. 2024).
     - "kimi_delta": the delta rule with one decay an element of the keys (Kimi Linear, 2025).
+    - "lightning": linear attention with a fixed decay a head, and rotated queries and keys (Qin et al. 2024). The RoPE
+      table is that of the layer's `AttentionSpec`.
 
-    All kinds but the first convolve queries, keys and values first. Their state is [heads, key_dim, value_dim] beside
-    the convolution's last inputs.
+    All kinds but the first have a state [heads, key_dim, value_dim]. All but the last convolve queries, keys and values
+    first, and keep the convolution's last inputs, too.
     """
 
-    kind: Literal["short_conv", "mamba2", "gated_delta", "kimi_delta"]
+    kind: Literal["short_conv", "mamba2", "gated_delta", "kimi_delta", "lightning"]
     conv: int
-    """Tokens that the convolution sees, the present one included."""
+    """Tokens that the convolution sees, the present one included; 1: there is none."""
     heads: int = 0
     """Of values; 0: there is no state beside the convolution's."""
     key_heads: int = 0
@@ -216,6 +218,12 @@ class RecurrentSpec:
     """Whether the result of "mamba2" is gated and has no norm."""
     decay_stored: bool = False
     """Whether the checkpoint has the decay itself, instead of the logarithm of its negative."""
+    decays: tuple[float, ...] = ()
+    """Of each head, logarithms ("lightning")."""
+    head_norms: bool = False
+    """Whether each head's queries and keys have a norm, before rotation ("lightning")."""
+    norm_groups: int = 0
+    """Parts of the result that are normed by themselves, with a weight for all elements ("lightning")."""
 
     @property
     def channels(self) -> int:

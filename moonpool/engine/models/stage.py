@@ -438,7 +438,9 @@ class StageModel:
         """Return attention's result, or that of what stands in its place, [T, hidden]."""
         attention, spec = weights.attention, weights.spec.attention
         if isinstance(attention, RecurrentWeights):
-            return attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
+            rotated = attention.spec.kind == "lightning" and spec.rope is not None
+            angles = self._angles(batch, spec.rope or 0) if rotated else None
+            return attention(normed, batch, kv, self.undo, angles, deterministic=self.deterministic)
         if isinstance(attention, LatentWeights):
             return self._latent_attention(attention, spec, normed, batch, kv, scales)
         assert isinstance(attention, AttentionWeights)
@@ -620,7 +622,7 @@ class StageModel:
     def _planned(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
         # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
-            shapes = kv, batch.num_tokens, batch.most_context
+            shapes = kv, batch.num_tokens, len(batch.context_lens), batch.most_context
             return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
         host = batch.host
         tables = host.block_tables if spec.window is None else host.slot_tables

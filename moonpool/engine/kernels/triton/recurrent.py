@@ -48,9 +48,9 @@ class ScanShape:
     """The heads of a scan, and where a row has them.
 
     `delta`: the delta rule, with queries and keys of length 1; else values count by their step, and `skip` times the
-    value is added to the result. `queries`, `keys`, `values`: the first element of each in a row. `in_turn`: head h of
-    the values has key head h % key_heads, else each key head has consecutive ones. `offset`: of the scan's state within
-    a sequence's.
+    value is added to the result. `scaled`: queries are divided by the root of `key_dim`. `queries`, `keys`, `values`:
+    the first element of each in a row. `in_turn`: head h of the values has key head h % key_heads, else each key head
+    has consecutive ones. `offset`: of the scan's state within a sequence's.
     """
 
     heads: int
@@ -58,6 +58,7 @@ class ScanShape:
     key_dim: int
     value_dim: int
     delta: bool
+    scaled: bool
     in_turn: bool
     queries: int
     keys: int
@@ -93,8 +94,8 @@ def convolve(
 
 def scan(
     mixed: Tensor,  # [T, channels], contiguous: queries, keys and values
-    decay: Tensor,  # [T, heads] or [T, heads, key_dim] float32, contiguous: logarithms
-    step: Tensor,  # [T, heads] float32
+    decay: Tensor,  # [T, heads] or [T, heads, key_dim] float32: logarithms
+    step: Tensor | None,  # [T, heads] float32; None: ones
     skip: Tensor | None,  # [heads] float32
     places: StatePlaces,
     shape: ScanShape,
@@ -105,7 +106,8 @@ def scan(
     """Write each row's result, and states behind blocks; `singles`: sequences with one row."""
     sequences = places.lengths.shape[0]
     key_dim, value_dim = max(padded(shape.key_dim), 16), max(padded(shape.value_dim), 16)
-    fine, step = decay.dim() == 3, step.contiguous()
+    decay, step = decay.contiguous(), None if step is None else step.contiguous()
+    fine = decay.dim() == 3
     for one_row, count in ((True, singles), (False, sequences - singles)):
         if not count or not mixed.shape[0]:
             continue
@@ -118,7 +120,8 @@ def scan(
             shape.key_heads, shape.offset,
             HEADS=shape.heads, SHARE=shape.heads // shape.key_heads, IN_TURN=shape.in_turn,
             KEY_DIM=shape.key_dim, PADDED_KEY=key_dim, VALUE_DIM=shape.value_dim, WIDTH=width,
-            QUERIES=shape.queries, KEYS=shape.keys, VALUES=shape.values, DELTA=shape.delta, FINE=fine,
+            QUERIES=shape.queries, KEYS=shape.keys, VALUES=shape.values, DELTA=shape.delta,
+            SCALED=shape.scaled, FINE=fine,
             ONE_ROW=one_row, ROWS=1 if one_row else CHUNK, BLOCK_SIZE=places.block_size,
             PRECISION="tf32x3" if limits_of(mixed.device).thirds else "ieee", WIDE=code.INTERPRETED,
             enable_fp_fusion=False, num_warps=warps, num_stages=1,
@@ -192,6 +195,12 @@ def _convolve(
 
 
 @triton.jit
+def _ones(there):
+    """Return a column with 1 where rows are there."""
+    return tl.where(there, 1.0, 0.0)[:, None]
+
+
+@triton.jit
 def _wide(x, WIDE: tl.constexpr):
     """Return x in float32 where interpreted kernels multiply; else as it is."""
     return x.to(tl.float32) if WIDE else x
@@ -254,7 +263,8 @@ def _scan(
     mixed_stride, pool_stride, before_stride, table_stride, first, key_heads, offset,
     HEADS: tl.constexpr, SHARE: tl.constexpr, IN_TURN: tl.constexpr,
     KEY_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DELTA: tl.constexpr, FINE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr,
+    FINE: tl.constexpr,
     ONE_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Scan WIDTH value elements of a head over a sequence's rows; grid (sequences, heads, parts of values).
@@ -290,7 +300,7 @@ def _scan(
         k = _wide(tl.load(mixed + of_keys + KEYS, mask=in_keys, other=0.0), WIDE)
         of_values = row[:, None] * mixed_stride + VALUES + head * VALUE_DIM + value[None, :]
         v = tl.load(mixed + of_values, mask=in_values, other=0.0).to(tl.float32)
-        taken = tl.load(step + row * HEADS + head, mask=there, other=0.0)[:, None]
+        taken = _ones(there) if step is None else tl.load(step + row * HEADS + head, mask=there, other=0.0)[:, None]
         if FINE:
             faded = tl.load(decay + (row[:, None] * HEADS + head) * KEY_DIM + key[None, :], mask=in_keys, other=0.0)
         else:
@@ -298,10 +308,10 @@ def _scan(
         wide_q = q.to(tl.float32)
         wide_k = k.to(tl.float32)
         # Factors of rows: length 1 of queries and keys, where the delta rule wants that.
-        of_q = tl.full((ROWS, 1), 1.0, tl.float32)
-        of_k = of_q
+        of_q = tl.full((ROWS, 1), KEY_DIM**-0.5 if SCALED else 1.0, tl.float32)
+        of_k = tl.full((ROWS, 1), 1.0, tl.float32)
         if DELTA:
-            of_q = tl.rsqrt(tl.sum(wide_q * wide_q, 1) + 1e-6)[:, None] * (KEY_DIM**-0.5)
+            of_q = tl.rsqrt(tl.sum(wide_q * wide_q, 1) + 1e-6)[:, None] * of_q
             of_k = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + 1e-6)[:, None]
         if ONE_ROW:
             column = tl.trans(wide_k * of_k)

@@ -19,6 +19,7 @@ SPECS = {
     "short_conv": RecurrentSpec("short_conv", 3, width=40),
     "mamba2": RecurrentSpec("mamba2", 4, 2, 1, 12, 20, conv_bias=True, gate_first=True),
     "gated_delta": RecurrentSpec("gated_delta", 4, 4, 2, 12, 20, in_turn=True),
+    "lightning": RecurrentSpec("lightning", 1, 2, 2, 12, 20, decays=(-0.1, -0.7), norm_groups=2),
     "kimi_delta": RecurrentSpec("kimi_delta", 4, 2, 2, 12, 20, width=8),
 }
 SEQUENCES = [(18, 0), (1, 21), (5, 12), (1, 0)]
@@ -47,7 +48,9 @@ def computed(
     monkeypatch.setenv(VARIABLE, way)
     pool, undo = pool.clone(), StateUndo()
     kv = pool.view(len(pool), 1, 1, 1, -1)
-    found = weights(rows, batch, kv, undo, deterministic=deterministic)
+    angles = torch.stack((batch.positions.cos(), batch.positions.sin())).to(rows.dtype)
+    turns = [each[:, None].expand(-1, 8).contiguous() for each in angles]
+    found = weights(rows, batch, kv, undo, (turns[0], turns[1]), deterministic=deterministic)
     return found, pool, undo
 
 

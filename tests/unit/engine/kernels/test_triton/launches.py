@@ -144,7 +144,7 @@ def recurrent(
     kernels.convolve(x, weight, bias, places, x, silu=True, one_row=rows == 1)
     step = torch.empty((tokens, 4))
     decay = torch.empty((tokens, 4, key_dim)) if fine else step
-    shape = kernels.ScanShape(4, 1, key_dim, value_dim, delta, False, 0, key_dim, 2 * key_dim, 3 * width)
+    shape = kernels.ScanShape(4, 1, key_dim, value_dim, delta, delta, False, 0, key_dim, 2 * key_dim, 3 * width)
     out = torch.empty((tokens, 4 * value_dim), dtype=torch.bfloat16)
     skip = None if delta else torch.empty(4)
     kernels.scan(x, decay, step, skip, places, shape, out, singles=2 if rows == 1 else 0)
