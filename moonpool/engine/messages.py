@@ -47,6 +47,8 @@ class EngineSpec:
     """Share of the devices' memory, and of the host's free memory, that the engine takes for sizes that are 0."""
     stages: int = 1
     """Pipeline stages; each runs consecutive layers."""
+    weights: bytes = b""
+    """The checkpoint's `weights_fingerprint`; only stages on other hosts need one."""
     joined: frozenset[int] = frozenset()
     """Layers with which no stage begins (`DecoderSpec.joined`)."""
     ranks: int = 1
@@ -62,6 +64,8 @@ class EngineSpec:
     graph_rows: int = 64
     """Sequences of the largest decode step that is captured as a graph, where the device is not a plain CPU; 0 = there
     are no graphs, which are of no use to prefill."""
+    graph_prompts: bool = True
+    """The layers of prompt steps are captured as graphs, where the device is not a plain CPU."""
     int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     model_impl: ModelImpl = "auto"
@@ -304,7 +308,7 @@ class DeviceFootprint:
         weights: the layers' weights.
         pool: KV, as large as the device's part of the host's pool.
         work: everything that steps need.
-        graphs: decode graphs; 0 where there are none.
+        graphs: captured graphs; 0 where there are none.
         loras: LoRA adapters, as many and as large as may be loaded.
     """
 

@@ -153,6 +153,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_share=config.core_share,
         device=config.device,
         graph_rows=config.most_decoded if config.cuda_graphs == "auto" else 0,
+        graph_prompts=config.takes_prompts and config.cuda_graphs == "auto",
         int8_head=(decode or config.either_role)
         and stages == config.tensor_parallel_size == 1
         and config.int8_head == "auto",
@@ -163,6 +164,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         speeds=_calibrated_speeds(config.profile, layout),
     )
     fingerprint = weights_fingerprint(folder)
+    spec = dataclasses.replace(spec, weights=fingerprint)
     if model != declared:
         fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
     fingerprint = _compute_fingerprint(fingerprint, spec)
