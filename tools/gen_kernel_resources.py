@@ -58,12 +58,13 @@ class Shape:
     Attributes:
         heads: query heads.
         kv_heads: key and value heads.
-        head_dim: elements of a head.
+        head_dim: elements of a head; of a latent vector.
         hidden: elements of a token between layers.
         intermediate: elements of the feed-forward network.
         stored: type of the pool; None: bfloat16, as all else.
         block_size: tokens of a block.
         deterministic: the mode.
+        rest: of latent vectors, elements behind a value; 0: keys and values are two planes.
     """
 
     heads: int
@@ -74,6 +75,7 @@ class Shape:
     stored: torch.dtype | None = None
     block_size: int = 64
     deterministic: bool = False
+    rest: int = 0
 
     def launched(self, gpu: Gpu) -> list[Launch]:
         """Return one launch for each kernel that services compile for the model."""
@@ -87,15 +89,15 @@ class Shape:
         x = _empty(2, self.hidden)
         ops.rms_norm(x, None, x[0], 1e-6, x)
         ops.rms_norm(x, x, x[0], 1e-6, x)
-        width = self.heads + 2 * self.kv_heads
-        qkv, angles = _empty(2, width, self.head_dim), _empty(2, self.head_dim)
-        ops.rope(qkv[:, : self.heads], angles, angles, _empty(2, self.heads, self.head_dim))
-        k = qkv[:, : self.kv_heads]
-        ops.rope(k, angles, angles, _empty(2, self.kv_heads, self.head_dim))
+        width, turned = self.heads + 2 * self.kv_heads, self.rest or self.head_dim
+        qkv, angles = _empty(2, width, turned), _empty(2, turned)
+        ops.rope(qkv[:, : self.heads], angles, angles, _empty(2, self.heads, turned))
+        ops.rope(qkv[:, : self.kv_heads], angles, angles, _empty(2, self.kv_heads, turned))
         ops.silu_mul(_empty(2, 2 * self.intermediate), _empty(2, self.intermediate))
         kv, scales = self._pool()
         ids = _empty(2, dtype=torch.int64)
-        ops.write_kv(k, k, kv, scales, ids, ids)
+        k = _empty(2, width, self.head_dim)[:, : self.kv_heads]
+        ops.write_kv(k, None if self.rest else k, kv, scales, ids, ids)
         ops.copy_blocks(kv[None], ids, ids)
         logits, numbers = _empty(2, 128 * sampling.RUN, dtype=torch.float32), _empty(2, dtype=torch.float64)
         sampling.weights_of(logits, logits[:, 0], logits[:, 0], logits)
@@ -103,7 +105,7 @@ class Shape:
             sampling.keep_leading(logits, numbers, by_weight=by_weight)
         sampling.pick(logits, ids, numbers)
         dtype, heads = torch.bfloat16, (self.heads, self.kv_heads, self.head_dim)
-        sizes = AttentionShape(dtype, kv.dtype, *heads, self.deterministic, gpu.limits)
+        sizes = AttentionShape(dtype, kv.dtype, *heads, self.deterministic, gpu.limits, self.rest)
         for batch in sizes.batches(STEP_TOKENS, LONGEST):
             self._attend(batch)
 
@@ -111,21 +113,21 @@ class Shape:
         from moonpool.engine.kernels.triton import ops
 
         kv, scales = self._pool()
-        q = _empty(batch.tokens, self.heads, self.head_dim)
+        q, out = (_empty(batch.tokens, self.heads, self.head_dim - rest) for rest in (0, self.rest))
         tables = _empty(batch.sequences, -(-batch.context // self.block_size), dtype=torch.int32)
         starts, lengths = (_empty(batch.sequences + more, dtype=torch.int32) for more in (1, 0))
         scale = self.head_dim**-0.5
         ops.prefill_attention(
-            q, kv, scales, tables, starts, lengths, scale, q, max_context=batch.context,
+            q, kv, scales, tables, starts, lengths, scale, out, max_context=batch.context,
             singles=batch.sequences if batch.rows == 1 else 0, deterministic=self.deterministic,
         )  # fmt: skip
         if batch.rows == 1:
             ops.decode_attention(
-                q, kv, scales, tables, lengths, scale, q, max_context=batch.context, deterministic=self.deterministic
+                q, kv, scales, tables, lengths, scale, out, max_context=batch.context, deterministic=self.deterministic
             )
 
     def _pool(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = (4, self.kv_heads, 2, self.block_size, self.head_dim)
+        shape = (4, self.kv_heads, 1 if self.rest else 2, self.block_size, self.head_dim)
         if self.stored is None:
             return _empty(*shape), None
         return _empty(*shape, dtype=self.stored), _empty(*shape[:-1], dtype=torch.float32)
@@ -145,6 +147,7 @@ SHAPES = {
     "llama-3-8b, KV in float8": Shape(*_LARGE, stored=torch.float8_e4m3fn),
     "llama-3-8b, blocks of 16": Shape(*_LARGE, block_size=16),
     "llama-3-8b, deterministic": Shape(*_LARGE, deterministic=True),
+    "deepseek-v3 (latent vectors)": Shape(128, 1, 576, 7168, 18_432, rest=64),
 }
 
 

@@ -71,11 +71,13 @@ def _batches(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> 
         return []
     layers = model.config.decoder.layers[model.layer_begin : model.layer_end]
     limits, exact = limits_of(device), model.deterministic
-    shapes = dict.fromkeys(
-        AttentionShape(model.dtype, kv.dtype, layer.attention.num_heads, kv.shape[1], kv.shape[4], exact, limits)
-        for layer, kv in zip(layers, runner.platform.memory.kv, strict=True)
-        if layer.recurrent is None and triton_head(kv)
-    )
+    shapes = dict[AttentionShape, None]()
+    for layer, kv in zip(layers, runner.platform.memory.kv, strict=True):
+        latent = layer.attention.latent
+        value_dim = None if latent is None else latent.kv_rank
+        if layer.recurrent is None and triton_head(kv, value_dim):
+            heads, rest = (layer.attention.num_heads, kv.shape[1]), 0 if latent is None else latent.rope_width
+            shapes[AttentionShape(model.dtype, kv.dtype, *heads, kv.shape[4], exact, limits, rest)] = None
     return list(dict.fromkeys(batch for shape in shapes for batch in shape.batches(max_num_batched_tokens, longest)))
 
 

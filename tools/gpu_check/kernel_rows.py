@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from benchmarks.ceilings import On
 from benchmarks.frame import Row, optional, paired
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
-from moonpool.engine.kernels import ops
+from moonpool.engine.kernels import ops, reference
 from moonpool.engine.kernels.attention import copy_blocks, paged_attention, write_kv
 from moonpool.engine.kernels.plan import make_plan
 from moonpool.engine.sampling.sampler import Sampler
@@ -66,22 +66,31 @@ class Shape:
     layers: int = 8
     """The pool with the copied blocks."""
     dtype: torch.dtype = torch.bfloat16
+    rest: int = 0
+    """Of latent vectors, elements behind a value; 0: keys and values are two planes."""
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{kind}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{kind}, {heads}, latent" if self.rest else f"{kind}, {heads}"
+
+    @property
+    def value_dim(self) -> int | None:
+        """Elements of a latent vector that are its value; None: there are two planes."""
+        return self.head_dim - self.rest if self.rest else None
 
     def pool(self, blocks: int, device: torch.device) -> Tensor:
         """A layer's blocks of random KV."""
-        shape = (blocks, self.kv_heads, 2, self.block_size, self.head_dim)
+        shape = (blocks, self.kv_heads, 1 if self.rest else 2, self.block_size, self.head_dim)
         return torch.randn(shape, device=device, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Attention over a paged pool: the call, and the call's parts."""
+    """Attention over a paged pool: the call, the reference's, and the call's parts."""
 
-    call: Callable[[], object]
+    call: Callable[[], Tensor]
+    reference: Callable[[], Tensor]
     kv: Tensor
     tables: Tensor
     q: Tensor
@@ -94,12 +103,19 @@ def _case(on: On, shape: Shape, batch: int, rows: int, context: int) -> _Case:
     starts = torch.arange(batch + 1, device=on.device, dtype=torch.int32) * rows
     lengths = torch.full((batch,), context, device=on.device, dtype=torch.int32)
     q = torch.randn(batch * rows, shape.heads, shape.head_dim, device=on.device, dtype=shape.dtype)
-    plan, out = make_plan(kv, tables, starts, lengths), torch.full_like(q, torch.nan)
+    width, scale = shape.value_dim or shape.head_dim, shape.head_dim**-0.5
+    plan = make_plan(kv, tables, starts, lengths)
+    out = torch.full((batch * rows, shape.heads, width), torch.nan, device=on.device, dtype=shape.dtype)
+    expected = torch.full_like(out, torch.nan)
 
-    def call() -> object:
-        return paged_attention(q, kv, tables, starts, lengths, shape.head_dim**-0.5, out, plan=plan)
+    def call() -> Tensor:
+        return paged_attention(q, kv, tables, starts, lengths, scale, out, plan=plan, value_dim=shape.value_dim)
 
-    return _Case(call, kv, tables, q)
+    def by_reference() -> Tensor:
+        reference.prefill_attention(q, kv, None, tables, starts, lengths, scale, expected)
+        return expected
+
+    return _Case(call, by_reference, kv, tables, q)
 
 
 def _beside_a_copy(on: On, name: str, nbytes: int, call: Callable[[], object], target: float | None = None) -> Row:
@@ -118,11 +134,12 @@ def decode_row(on: On, shape: Shape, batch: int, context: int) -> Row:
 def prefill_rows(on: On, shape: Shape, rows: int, context: int) -> list[Row]:
     """One sequence's chunk beside a matrix product; a whole prompt also beside flash attention over contiguous keys."""
     case, before = _case(on, shape, 1, rows, context), context - rows
-    work = 4 * shape.head_dim * shape.heads * (rows * before + rows * (rows + 1) / 2) / 1e12
+    both = shape.head_dim + (shape.value_dim or shape.head_dim)
+    work = 2 * both * shape.heads * (rows * before + rows * (rows + 1) / 2) / 1e12
     name = f"GPU prefill, {shape}, {rows} of {context}"
     products = on.pairs(work, case.call, lambda: on.multiplied(shape.dtype) / 1e12)
     found = [paired(name, "TFLOP/s", products, _PRODUCT, target=PREFILL_TARGET)]
-    if not before:
+    if not before and not shape.rest:
         flash = _flash(shape, case)
         pairs = on.pairs(work, case.call, lambda: work * on.per_second(flash))
         found.append(paired(name, "TFLOP/s", pairs, "torch's flash attention", target=FLASH_TARGET))
@@ -216,12 +233,33 @@ def norm_rows(on: On, dtype: torch.dtype, rows: int, size: int) -> list[Row]:
     ]
 
 
-def kernel_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
-    """All rows of kernels, as they are measured."""
+def beside_reference(on: On, name: str, call: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> Row:
+    """A kernel's time beside the reference's in plain torch; results are compared first."""
+    torch.testing.assert_close(call().float(), theirs().float(), atol=0.02, rtol=0.02)
+    pairs = [(1e3 / own, 1e3 / other) for own, other in on.pairs(1.0, call, lambda: on.per_second(theirs))]
+    return paired(name, "ms", pairs, "the reference", less_is_better=True)
+
+
+def latent_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
+    """Attention to latent vectors: beside the hardware, then a decode step and a prompt beside the reference."""
+    yield from attention_rows(on, shape, sizes)
+    for name, batch, rows in (("decode", 8, 1), ("prefill", 1, sizes.prefill[0][0] // 4)):
+        context = min(1024, sizes.prefill[0][1])
+        case = _case(on, shape, batch, rows, context)
+        yield beside_reference(on, f"GPU {name}, {shape}, {rows} of {context}", case.call, case.reference)
+
+
+def attention_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
+    """Attention beside the hardware."""
     for batch, context in sizes.decode:
         yield decode_row(on, shape, batch, context)
     for rows, context in sizes.prefill:
         yield from prefill_rows(on, shape, rows, context)
+
+
+def kernel_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
+    """All rows of kernels, as they are measured."""
+    yield from attention_rows(on, shape, sizes)
     yield write_row(on, shape, sizes.written)
     yield copy_row(on, shape, sizes.copied)
     yield from norm_rows(on, shape.dtype, *sizes.normed)

@@ -44,6 +44,7 @@ _LATER = (
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows", "in_turn", "decay_stored",
     "value_width", "value_factor", "input_factors", "output_factor", "without_norm",
     "latent_width", "head_gate", "silu_limit", "shared_silu_limit", "gate_factor", "stored_at", "indexer", "index_topk",
+    "decays", "head_norms", "norm_groups",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 

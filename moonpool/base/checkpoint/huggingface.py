@@ -87,7 +87,7 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = info
-    found = _by_expert(dense_index(tensors, folder_formats(folder)))
+    found = dense_index(_by_expert(tensors), folder_formats(folder))
     file = folder / "config.json"
     if not file.exists() or text_part(read_json(file)) is None:
         return found
@@ -95,18 +95,25 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _by_expert(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors, with each expert's part of those that hold all experts of a layer (Step 3.5)."""
-    found = dict[str, TensorInfo]()
+    """Return the tensors, with each expert's part of those that hold all experts of a layer (Step 3.5).
+
+    Scales of weights in codes are divided alike.
+    """
+    found, counts = dict[str, TensorInfo](), dict[str, int]()
     for name, info in tensors.items():
-        layer, matched, leaf = name.partition(".moe.")
-        if not matched or len(info.shape) != 3 or info.format is not None:
+        if ".moe." in name and name.endswith(".weight") and len(info.shape) == 3:
+            counts[name.removesuffix(".weight")] = info.shape[0]
+    for name, info in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        count = counts.get(stem, 0)
+        if not count or not info.shape or info.shape[0] != count:
             found[name] = info
             continue
-        count, *shape = info.shape
-        part = replace(info, shape=tuple(shape))
+        layer, _, leaf = stem.partition(".moe.")
+        part = replace(info, shape=info.shape[1:])
         for expert in range(count):
             begin = info.begin + expert * int(part.stored_bytes)
-            found[f"{layer}.moe.experts.{expert}.{leaf}"] = replace(part, begin=begin)
+            found[f"{layer}.moe.experts.{expert}.{leaf}.{kind}"] = replace(part, begin=begin)
     return found
 
 

@@ -95,6 +95,14 @@ def swapped_names(file: GgufFile) -> bool:
     return up.shape[-1:] != (hidden,) and down.shape[-1:] == (hidden,)
 
 
+def paired_rows(file: GgufFile, name: str) -> int:
+    """Return the rows of a head of a tensor whose rows converters put in pairs, as RoPE turns them; 0: they did not."""
+    if _projector(file) != "pixtral" or (".attn_q." not in name and ".attn_k." not in name):
+        return 0
+    fields = JsonFields(file.metadata, file.path.name)
+    return fields.positive("clip.vision.embedding_length") // fields.positive("clip.vision.attention.head_count")
+
+
 def _projected(file: GgufFile) -> object:
     return file.metadata.get("clip.vision.projection_dim")
 
@@ -125,6 +133,7 @@ class _Fields:
     Attributes:
         file: the part.
         architecture: the model's.
+        epsilon: of the model's norms.
         sections: pairs of elements of a head that M-RoPE turns by time, row and column; [] = the model has none.
         width: elements of a row.
         vision: the encoder's sizes as most configurations call them.
@@ -134,6 +143,9 @@ class _Fields:
     def __init__(self, file: GgufFile, model: GgufFile) -> None:
         self.file, self._given = file, JsonFields(file.metadata, file.path.name)
         self.architecture = str(model.metadata["general.architecture"])
+        self.epsilon = JsonFields(model.metadata, model.path.name).number(
+            f"{self.architecture}.attention.layer_norm_rms_epsilon", 1e-6
+        )
         sections = f"{self.architecture}.rope.dimension_sections"
         self.sections = _list(model, sections, model.metadata.get(sections))[:3]
         self.width = self.positive("projection_dim")
@@ -158,6 +170,10 @@ class _Fields:
             "image_std": self.get("image_std"),
             "rescale_factor": 1 / 255,
         }
+
+    def has(self, tensor: str) -> bool:
+        """Tell whether the part has a tensor."""
+        return tensor in self.file.tensors
 
     def get(self, key: str, default: object = None) -> Any:
         """Value of a key of the encoder."""
@@ -199,6 +215,57 @@ def _gemma3(found: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         "text_config": {"model_type": "gemma3_text", "hidden_size": found.width},
     }
     return config, {**found.processor, "resample": 2, "size": {"height": side, "width": side}}
+
+
+def _pixtral(found: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    side, patch, merged = found.positive("image_size"), found.vision["patch_size"], found.positive("spatial_merge_size")
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    act = "silu" if found.get("use_silu") else "gelu"
+    config = {
+        "model_type": "mistral3",
+        "spatial_merge_size": merged,
+        "vision_feature_layer": -1,
+        "multimodal_projector_bias": found.has("mm.1.bias"),
+        "projector_hidden_act": "gelu",
+        "vision_config": {
+            **found.vision, "model_type": "pixtral", "image_size": side, "hidden_act": act, "rope_parameters": rope,
+        },
+        "text_config": {"model_type": "mistral", "hidden_size": found.width, "rms_norm_eps": found.epsilon},
+    }  # fmt: skip
+    return config, {**found.processor, "patch_size": patch, "resample": 3, "size": {"longest_edge": side}}
+
+
+def _internvl(found: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    side, patch = found.positive("image_size"), found.vision["patch_size"]
+    merged, first = found.positive("projector.scale_factor", 2), "v.blk.0."
+    vision = {
+        **found.vision,
+        "model_type": "internvl_vision",
+        "image_size": [side, side],
+        "patch_size": [patch, patch],
+        "hidden_act": "silu" if found.get("use_silu") else "gelu",
+        "attention_bias": found.has(f"{first}attn_q.bias"),
+        "use_qk_norm": found.has(f"{first}attn_q_norm.weight"),
+        "norm_type": "layer_norm" if found.has(f"{first}ln1.bias") else "rms_norm",
+    }
+    config = {
+        "model_type": "internvl",
+        "downsample_ratio": 1 / merged,
+        "image_seq_length": (side // patch // merged) ** 2,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "projector_hidden_act": "gelu",
+        "vision_config": vision,
+        "text_config": {"model_type": "qwen2", "hidden_size": found.width},
+    }
+    return config, {
+        **found.processor,
+        "crop_to_patches": True,
+        "min_patches": found.positive("preproc_min_tiles", 1),
+        "max_patches": found.positive("preproc_max_tiles", 12),
+        "resample": 3,
+        "size": {"height": side, "width": side},
+    }
 
 
 def _qwen2(found: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -269,6 +336,8 @@ def _patches(
 _PROJECTORS: Mapping[str, tuple[tuple[str, ...], _Read]] = {
     "gemma3": (("gemma3",), _gemma3),
     "idefics3": (("llama",), _idefics3),
+    "internvl": (("llama", "qwen2", "qwen3", "qwen3moe"), _internvl),
+    "pixtral": (("llama", "mistral3"), _pixtral),
     "qwen2.5vl_merger": (("qwen2vl",), _qwen2),
     "qwen2vl_merger": (("qwen2vl",), _qwen2),
     "qwen3vl_merger": (tuple(_QWEN3), _qwen3),

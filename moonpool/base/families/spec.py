@@ -18,6 +18,8 @@ NATIVE_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
 GPU_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `moonpool.engine.kernels.triton`."""
+GPU_LATENT = 512, 128
+"""`MAX_VALUE_DIM` and `MAX_REST` of `moonpool.engine.kernels.triton`."""
 NATIVE_CHOSEN = 64
 """`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
@@ -181,14 +183,16 @@ class RecurrentSpec:
     - "mamba2": a state space with one decay a head (Dao and Gu 2024).
     - "gated_delta": the delta rule with one decay a head (Yang et al. 2024).
     - "kimi_delta": the delta rule with one decay an element of the keys (Kimi Linear, 2025).
+    - "lightning": linear attention with a fixed decay a head, and rotated queries and keys (Qin et al. 2024). The RoPE
+      table is that of the layer's `AttentionSpec`.
 
-    All kinds but the first convolve queries, keys and values first. Their state is [heads, key_dim, value_dim] beside
-    the convolution's last inputs.
+    All kinds but the first have a state [heads, key_dim, value_dim]. All but the last convolve queries, keys and values
+    first, and keep the convolution's last inputs, too.
     """
 
-    kind: Literal["short_conv", "mamba2", "gated_delta", "kimi_delta"]
+    kind: Literal["short_conv", "mamba2", "gated_delta", "kimi_delta", "lightning"]
     conv: int
-    """Tokens that the convolution sees, the present one included."""
+    """Tokens that the convolution sees, the present one included; 1: there is none."""
     heads: int = 0
     """Of values; 0: there is no state beside the convolution's."""
     key_heads: int = 0
@@ -214,6 +218,12 @@ class RecurrentSpec:
     """Whether the result of "mamba2" is gated and has no norm."""
     decay_stored: bool = False
     """Whether the checkpoint has the decay itself, instead of the logarithm of its negative."""
+    decays: tuple[float, ...] = ()
+    """Of each head, logarithms ("lightning")."""
+    head_norms: bool = False
+    """Whether each head's queries and keys have a norm, before rotation ("lightning")."""
+    norm_groups: int = 0
+    """Parts of the result that are normed by themselves, with a weight for all elements ("lightning")."""
 
     @property
     def channels(self) -> int:
@@ -464,10 +474,18 @@ class DecoderSpec:
         reasons = (
             (FALLBACK, bool(self.other)),
             ("a recurrent state", self.recurrent),
-            ("latent attention", any(layer.attention.latent is not None for layer in self.every)),
+            ("an indexer of keys", any(layer.indexer is not None for layer in self.layers)),
+            (
+                f"latent vectors of more than {GPU_LATENT[0]} and {GPU_LATENT[1]} elements",
+                any(
+                    not _latent_on_gpu(layer.attention.latent)
+                    for layer in self.every
+                    if layer.attention.latent is not None
+                ),
+            ),
             (
                 f"heads of more than {GPU_HEAD_DIM} elements",
-                any(layer.attention.head_dim > GPU_HEAD_DIM for layer in self.every),
+                any(layer.attention.head_dim > GPU_HEAD_DIM for layer in self.every if layer.attention.latent is None),
             ),
         )
         return next((word for word, found in reasons if found), "")
@@ -490,6 +508,10 @@ class DecoderSpec:
         rope = self.ropes[layer.attention.rope]
         partial = rope.width != layer.attention.head_dim or rope.by_length is not None
         return "rotary embeddings of a part of each head" if partial else ""
+
+
+def _latent_on_gpu(latent: LatentSpec) -> bool:
+    return latent.kv_rank <= GPU_LATENT[0] and 0 < latent.rope_width <= GPU_LATENT[1]
 
 
 def described_ways(reasons: Sequence[str], first: int = 0) -> str:

@@ -39,6 +39,7 @@ def paged_attention(
     scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_size] float32, of quantised KV
     plan: AttentionPlan | None = None,
     deterministic: bool = False,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for every query row, causal, [T, heads, head_dim]; `out` if given.
 
@@ -46,8 +47,8 @@ def paged_attention(
     context_lens[s] - n + i and sees the keys up to that position. A sequence's token t is slot t % block_size in
     block block_tables[s, t // block_size]. Query head h reads key/value head h // (heads / kv_heads).
 
-    Planes are two, K and V; or one plane with latent vectors, which are K and V both. Native kernels and Triton have
-    two.
+    Planes are two, K and V; or one plane with latent vectors: a vector is K, and its first `value_dim` elements are V
+    (None: all), so that the result is [T, heads, value_dim]. Native kernels have two planes; Triton has both.
 
     `kind` adds a window, chunks, a soft cap or sinks. With a soft cap plain torch attends in place of native kernels.
 
@@ -68,9 +69,11 @@ def paged_attention(
             kv, block_tables, query_start, context_lens,
             deterministic=deterministic, window=kind.window, chunked=kind.chunked,
         )  # fmt: skip
+    if value_dim is not None and not (kv.shape[2] == 1 and 0 < value_dim <= kv.shape[4]):
+        raise ValueError(f"value_dim: {value_dim} elements of a value, in kv {list(kv.shape)}")
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _check(q, kv, scales, out, plan)
+        out = torch.empty((*q.shape[:2], value_dim or q.shape[2]), dtype=q.dtype, device=q.device)
+    _check(q, kv, scales, out, plan, value_dim)
     if (kind.window, kind.chunked) != (plan.window, plan.chunked) or (
         kind.sinks is not None and kind.sinks.shape != q.shape[1:2]
     ):
@@ -78,7 +81,7 @@ def paged_attention(
     name = choose("attention", q.device, q.dtype)
     if name == "native" and native_head(kv) and kind.soft_cap is None:
         _native(q, kv, scales, block_tables, plan, scale, out, kind)
-    elif name == "triton" and triton_head(kv) and scale > 0.0:
+    elif name == "triton" and triton_head(kv, value_dim) and scale > 0.0:
         from moonpool.engine.kernels.triton import ops
 
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
@@ -128,7 +131,7 @@ def write_kv(
     native = library.get() if chosen == "native" and native_head(kv) else None
     if native is not None and v is not None:
         native.write_kv(k, v, kv, scales, block_ids, offsets)
-    elif chosen == "triton" and v is not None:
+    elif chosen == "triton":
         from moonpool.engine.kernels.triton import ops
 
         ops.write_kv(k, v, kv, scales, block_ids, offsets)
@@ -185,7 +188,9 @@ def _native(
         native.prefill_attention(q, kv, scales, tables, plan.prefill, scale, out, seen)
 
 
-def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: AttentionPlan) -> None:
+def _check(
+    q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: AttentionPlan, value_dim: int | None
+) -> None:
     """Check what differs between two calls with the same plan."""
     if kv.shape != plan.kv_shape:
         raise ValueError(f"plan: made for kv {list(plan.kv_shape)}, not {list(kv.shape)}")
@@ -198,7 +203,7 @@ def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: Atte
         raise ValueError(f"q: is {q.dtype} on {q.device}, kv is {kv.dtype} on {kv.device}")
     if not dense(q, 1):
         raise ValueError(f"q: each row must be contiguous, has strides {q.stride()}")
-    expect("out", out, q.shape, q.dtype, q.device)
+    expect("out", out, (*q.shape[:2], value_dim or q.shape[2]), q.dtype, q.device)
 
 
 def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
@@ -237,6 +242,8 @@ def native_head(kv: Tensor) -> bool:
     return kv.shape[2] == 2 and kv.shape[4] % 16 == 0 and kv.shape[4] <= library.MAX_HEAD_DIM
 
 
-def triton_head(kv: Tensor) -> bool:
-    """Return whether Triton's kernels take such heads."""
-    return kv.shape[2] == 2 and kv.shape[4] <= triton.MAX_HEAD_DIM
+def triton_head(kv: Tensor, value_dim: int | None = None) -> bool:
+    """Return whether Triton's kernels take such heads; of latent vectors `value_dim` elements are a value."""
+    if kv.shape[2] == 2:
+        return kv.shape[4] <= triton.MAX_HEAD_DIM
+    return value_dim is not None and triton.takes_latent(value_dim, kv.shape[4] - value_dim)

@@ -7,12 +7,13 @@ as far as implemented. Arguments have been checked by the dispatch. Every elemen
 simple, so that reading the code shows correctness.
 
 Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G. `kv`
-is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_size, D]; or, with one plane, latent vectors that are K
-and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and
-`scales` is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_size] float32 holds
-each token's factors (see `moonpool.engine.kernels.kv_quantization`): then planes are dense, and equally far apart. A
-sequence's token t is slot t % block_size in block block_tables[s, t // block_size]; entries past a sequence's
-blocks are never read, slots past the context never reach the result.
+is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_size, D]; or, with one plane, latent vectors: a vector is
+K, and its first elements, as many as `out` has, are V. A block is dense, the distance between two blocks is free
+(`kv.stride(0)`). `kv` is in q's type and `scales` is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks,
+kv_heads, planes, block_size] float32 holds each token's factors (see `moonpool.engine.kernels.kv_quantization`): then
+planes are dense, and equally far apart. A sequence's token t is slot t % block_size in block
+block_tables[s, t // block_size]; entries past a sequence's blocks are never read, slots past the context never reach
+the result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def decode_attention(
     block_tables: Tensor,  # [S, max_blocks] int32
     context_lens: Tensor,  # [S] int32, each at least 1: the query is the last of so many tokens
     scale: float,
-    out: Tensor,  # [S, heads, D], rows dense, stride(0) free
+    out: Tensor,  # [S, heads, D or fewer], rows dense, stride(0) free
 ) -> None:
     """Write softmax(q k^T * scale) v for one query row per sequence to `out`."""
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -52,7 +53,7 @@ def prefill_attention(
     query_start: Tensor,  # [S + 1] int32, from 0 to T
     context_lens: Tensor,  # [S] int32
     scale: float,
-    out: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    out: Tensor,  # [T, heads, D or fewer], rows dense, stride(0) free
     *,
     kind: AttentionKind = PLAIN,
 ) -> None:
@@ -72,6 +73,7 @@ def prefill_attention(
         blocks = dequantize(kv[used], None if scales is None else scales[used], precision)
         planes = blocks.permute(2, 1, 0, 3, 4).reshape(kv.shape[2], kv_heads, -1, head_dim)[:, :, :context]
         keys, values = planes.expand(2, -1, -1, -1).repeat_interleave(q.shape[1] // kv_heads, dim=1)  # [heads, ...]
+        values = values[..., : out.shape[2]]
         scores = torch.matmul(q[begin:end].transpose(0, 1).to(precision), keys.transpose(1, 2)) * scale
         key_position = torch.arange(context, device=q.device)
         query_position = torch.arange(context - (end - begin), context, device=q.device)

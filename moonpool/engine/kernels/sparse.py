@@ -87,21 +87,27 @@ def chosen_attention(
     scales: Tensor | None,  # [blocks, 1, 1, block_size] float32, of quantised KV
     chosen: ChosenKeys,
     scale: float,
+    value_dim: int,
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Return softmax(q k^T * scale) k over the keys that each row sees, [T, heads, D]."""
-    out = torch.empty_like(q)
+    """Return softmax(q k^T * scale) v over the keys that each row sees, [T, heads, value_dim].
+
+    A value is the first `value_dim` elements of a key.
+    """
+    out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
     if (whole := chosen.whole) is not None:
         tables = (whole.block_tables, whole.query_start, whole.context_lens)
-        out[whole.rows] = paged_attention(q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic)
+        out[whole.rows] = paged_attention(
+            q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic, value_dim=value_dim
+        )
     tile = 1 if deterministic else max(1, _TILE_BYTES // (chosen.blocks.shape[1] * kv.shape[4] * 4))
     for part in torch.split(torch.arange(len(chosen.rows), device=q.device), tile):
         rows, place = chosen.rows[part], (chosen.blocks[part], 0, 0, chosen.slots[part])
         keys = dequantize(kv[place], None if scales is None else scales[place], torch.float32)  # [rows, topk, D]
         scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)
         seen = torch.softmax(scores.masked_fill_(chosen.unused[part], -torch.inf), dim=-1)
-        out[rows] = torch.bmm(seen, keys).to(q.dtype)
+        out[rows] = torch.bmm(seen, keys[..., :value_dim]).to(q.dtype)
     return out
 
 

@@ -112,7 +112,7 @@ def _decode(
         scores = kind.capped(torch.bmm(queries, keys.transpose(1, 2)).mul_(scale))
         if group.mask is not None:
             scores += group.mask
-    result = torch.bmm(kind.softmax(scores), values).view(members, heads, head_dim)
+    result = torch.bmm(kind.softmax(scores), values[..., : out.shape[2]]).view(members, heads, -1)
     if group.rows is None:
         out.copy_(result)
     else:
@@ -148,15 +148,15 @@ def _prefill(
             first = max(0, first_seen(row, kind.window, chunked=kind.chunked) - item.skipped)
         later = _unseen(rows, seen - first, share, kind, item.skipped + first, keys.dtype)
         tile = q[begin : begin + rows].view(rows, kv_heads, share, head_dim)
-        target = out[begin : begin + rows].view(rows, kv_heads, share, head_dim)
+        target = out[begin : begin + rows].view(rows, kv_heads, share, -1)
         for head in range(0, kv_heads, together):
             some = slice(head, head + together)
             queries = tile[:, some].transpose(0, 1).reshape(-1, rows * share, head_dim).to(keys.dtype)
             scores = kind.capped(torch.bmm(queries, keys[some, first:seen].transpose(1, 2)).mul_(scale))
             scores[:, :, scores.shape[2] - later.shape[1] :].add_(later)
             weights = kind.softmax(scores, some, rows)
-            result = torch.bmm(weights, values[some, first:seen])
-            target[:, some] = result.view(-1, rows, share, head_dim).transpose(0, 1)
+            result = torch.bmm(weights, values[some, first:seen, : out.shape[2]])
+            target[:, some] = result.view(-1, rows, share, out.shape[2]).transpose(0, 1)
 
 
 def _gather(pool: Tensor, index: Tensor, division: Division) -> Tensor:

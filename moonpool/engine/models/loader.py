@@ -427,20 +427,26 @@ class _LayerReader:
             found = self._optional(slot)
             return None if found is None else found.float()
 
-        conv, decay = stacked("conv"), wide("decay")
-        assert conv is not None
+        def head_norm(slot: str) -> Norm | None:
+            return Norm(NormSpec(eps=spec.norm_eps), self._one(slot)) if spec.head_norms else None
+
+        decay = wide("decay")
+        if spec.decays:
+            decay = torch.tensor(spec.decays, dtype=torch.float32, device=self._reader.device)
         return RecurrentWeights(
             spec,
             self._linear(recurrent_inputs(self._tensors)),
-            conv,
+            stacked("conv"),
             stacked("conv_bias"),
             self._linear("output"),
-            decay=decay if decay is None or spec.decay_stored else -decay.exp(),
+            decay=decay if decay is None or spec.decay_stored or spec.decays else -decay.exp(),
             step_bias=wide("step_bias"),
             skip=wide("skip"),
             norm=self._optional("norm"),
             steps=self._linear("steps") if "steps.weight" in self._tensors else None,
             gates=self._linear("gates") if "gates.weight" in self._tensors else None,
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
         )
 
     def _indexer(self, spec: IndexerSpec) -> IndexerWeights:

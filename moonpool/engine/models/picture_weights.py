@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moonpool.base.checkpoint.gguf import GgufFile, is_gguf
-from moonpool.base.checkpoint.mmproj import mmproj_of, swapped_names
+from moonpool.base.checkpoint.mmproj import mmproj_of, paired_rows, swapped_names
 from moonpool.base.checkpoint.tensor_info import TensorInfo
 from moonpool.base.errors import CheckpointError
 from moonpool.engine.models.tensor_files import GgufTensors
@@ -22,14 +22,36 @@ _GGUF_NAMES = (
     ("visual.", "v."),
     ("embeddings.patch_embedding.", "patch_embd."),
     ("patch_embed.proj.", "patch_embd."),
+    ("embeddings.patch_embeddings.projection.", "patch_embd."),
+    ("embeddings.position_embeddings", "position_embd.weight"),
+    ("embeddings.cls_token", "class_embd"),
+    ("patch_conv.", "patch_embd."),
+    ("ln_pre.", "pre_ln."),
     ("embeddings.position_embedding.", "position_embd."),
     ("pos_embed.", "position_embd."),
     ("encoder.layers.", "blk."),
+    ("encoder.layer.", "blk."),
+    ("transformer.layers.", "blk."),
     ("blocks.", "blk."),
     ("layer_norm1", "ln1"),
     ("layer_norm2", "ln2"),
+    ("layernorm_before", "ln1"),
+    ("layernorm_after", "ln2"),
+    ("attention_norm", "ln1"),
+    ("ffn_norm", "ln2"),
     ("norm1", "ln1"),
     ("norm2", "ln2"),
+    ("lambda_1", "ls1.weight"),
+    ("lambda_2", "ls2.weight"),
+    ("attention.projection_layer", "attn_out"),
+    ("attention.o_proj", "attn_out"),
+    ("attention.q_", "attn_q_"),
+    ("attention.k_", "attn_k_"),
+    ("attention.v_", "attn_v_"),
+    ("attn_q_proj", "attn_q"),
+    ("attn_k_proj", "attn_k"),
+    ("attn_v_proj", "attn_v"),
+    ("feed_forward.", "mlp."),
     ("self_attn.out_proj", "attn_out"),
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
@@ -52,11 +74,17 @@ _GGUF_NAMES = (
     ("connector.modality_projection.proj", "mm.model.fc"),
     ("multi_modal_projector.mm_input_projection_weight", "mm.input_projection.weight"),
     ("multi_modal_projector.mm_soft_emb_norm", "mm.soft_emb_norm"),
+    ("multi_modal_projector.norm", "mm.input_norm"),
+    ("multi_modal_projector.patch_merger.merging_layer", "mm.patch_merger"),
+    ("multi_modal_projector.layer_norm", "mm.model.mlp.0"),
+    ("multi_modal_projector.linear_", "mm."),
 )
 """Parts of names by transformers and by llama.cpp, in the order in which they are replaced."""
 _STACKED = re.compile(r"v\.deepstack_merger_list\.(\d+)\.(?:linear_)?")
 _WHOLE_NORM = "mm.soft_emb_norm.weight"
 """The converter adds the offset of 1 to this norm."""
+_INTERNVL = {"mm.1.": "mm.model.mlp.1.", "mm.2.": "mm.model.mlp.3."}
+"""Names of a projector in files of InternVL in place of others."""
 _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
@@ -98,16 +126,26 @@ def _fill_from_gguf(file: GgufFile, weights: Mapping[str, Tensor], stacked: Sequ
             tensor = file.tensors.get(renamed)
             if tensor is None:
                 raise CheckpointError(f"{file.path}: tensor {renamed} of the encoder of pictures is missing")
-            if tensor.shape != tuple(target.shape):
+            if _sides(tensor.shape) != _sides(target.shape):
                 shape, right = list(tensor.shape), list(target.shape)
                 raise CheckpointError(f"{file.path}: tensor {renamed} has shape {shape}, the encoder takes {right}")
             read = torch.empty(tensor.shape)
             kind = tensor.type
             place = TensorInfo(
-                tensor.file, kind.name, tensor.shape, tensor.begin, format=kind if kind.elements > 1 else None
+                tensor.file,
+                kind.name,
+                tensor.shape,
+                tensor.begin,
+                paired_rows(file, renamed),
+                kind if kind.elements > 1 else None,
             )
             tensors.copy(renamed, place, read)
-            target.copy_(read - 1 if renamed == _WHOLE_NORM else read)
+            target.copy_((read - 1 if renamed == _WHOLE_NORM else read).view(target.shape))
+
+
+def _sides(shape: Sequence[int]) -> list[int]:
+    """Return a tensor's sides without those of 1, which some converters leave out."""
+    return [side for side in shape if side > 1]
 
 
 def _gguf_name(name: str, stacked: Sequence[int]) -> str:
@@ -125,5 +163,7 @@ def _targets(file: GgufFile, name: str, weight: Tensor) -> Iterator[tuple[str, T
     elif "attn_qkv" in name and name not in file.tensors:
         for kind, part in zip("qkv", weight.chunk(3), strict=True):
             yield name.replace("attn_qkv", f"attn_{kind}"), part
+    elif name not in file.tensors and (other := _INTERNVL.get(name[:5])):
+        yield f"{other}{name[5:]}", weight
     else:
         yield name, weight

@@ -1,11 +1,11 @@
-"""Layers with a recurrent state: short convolutions, Mamba-2, and delta rules with decay. In torch alone.
+"""Layers with a recurrent state: short convolutions, Mamba-2, delta rules, linear attention. In torch alone.
 
 A state lies in the pool as KV does: a block's slice holds the state behind the block's last token so far. A step reads
 the state behind the token before the step's first token, and writes one state for each block with computed tokens that
 has a window slot. So the border of a full block with a slot is a place where a prefix can be continued.
 
 Sources: Liquid AI's LFM2; Dao and Gu 2024 (Mamba-2); Yang et al. 2024 (Gated DeltaNet, computed chunk by chunk with one
-triangular system each); Kimi Linear, 2025.
+triangular system each); Kimi Linear, 2025; Qin et al. 2024 (Lightning Attention-2).
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from moonpool.base.families.spec import RecurrentSpec
+from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.layers import Norm
 from moonpool.engine.weights.linear import Linear
 
 _FINE = 16
 """Tokens computed together where decays differ within a key: their products with each other are not one matrix."""
+Angles = tuple[Tensor, Tensor]
+"""RoPE's cos and signed sin, each [T, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class RecurrentWeights:
 
     spec: RecurrentSpec
     inputs: Linear  # hidden to what `_Inputs.of` divides
-    conv: Tensor  # [channels, conv]
+    conv: Tensor | None  # [channels, conv]
     conv_bias: Tensor | None  # [channels]
     output: Linear  # heads * value_dim, or width, to hidden
     decay: Tensor | None = None  # [heads] float32: negative, per unit of a token's step
@@ -104,27 +108,38 @@ class RecurrentWeights:
     norm: Tensor | None = None  # [value_dim], or [heads * value_dim] where the norm's input is gated
     steps: Linear | None = None  # width to heads * key_dim ("kimi_delta")
     gates: Linear | None = None  # width to heads * value_dim ("kimi_delta")
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
         parts = (self.inputs, self.conv, self.conv_bias, self.output, self.decay, self.step_bias, self.skip, self.norm)
-        return sum(part.nbytes for part in (*parts, self.steps, self.gates) if part is not None)
+        every = (*parts, self.steps, self.gates, self.q_norm, self.k_norm)
+        return sum(part.nbytes for part in every if part is not None)
 
     def __call__(
-        self, normed: Tensor, batch: PackedBatch, kv: Tensor, undo: StateUndo, *, deterministic: bool
+        self,
+        normed: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        undo: StateUndo,
+        angles: Angles | None,
+        *,
+        deterministic: bool,
     ) -> Tensor:
         """Return the part's result [T, hidden] for `normed` [T, hidden]; reads and writes states in `kv`.
 
-        `deterministic`: every sequence by itself, so that the sequence's bits do not depend on others.
+        `angles`: of the tokens, if queries and keys are rotated. `deterministic`: every sequence by itself, so that the
+        sequence's bits do not depend on others.
         """
         batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
         projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
         if deterministic:
-            alone = [self._mixed(projected, [span], pool, undo, deterministic=True) for span in spans]
+            alone = [self._mixed(projected, [span], pool, undo, angles, deterministic=True) for span in spans]
             found = torch.cat(alone)
         else:
-            found = self._mixed(projected, spans, pool, undo, deterministic=False)
+            found = self._mixed(projected, spans, pool, undo, angles, deterministic=False)
         result = self.output(found, deterministic=deterministic)
         return result.mul_(self.spec.output_factor) if self.spec.output_factor else result
 
@@ -134,12 +149,14 @@ class RecurrentWeights:
         spans: Sequence[Sequence[StateSpan]],
         pool: Tensor,
         undo: StateUndo,
+        angles: Angles | None,
         *,
         deterministic: bool,
     ) -> Tensor:
         """Return what the last projection takes, of consecutive sequences, from the projection of a step's tokens."""
         first, last = spans[0][0].begin, spans[-1][-1].end
-        parts = _Inputs.of(self, projected[first:last], deterministic=deterministic)
+        turns = None if angles is None else (angles[0][first:last], angles[1][first:last])
+        parts = _Inputs.of(self, projected[first:last], turns, deterministic=deterministic)
         spans = [
             [replace(span, begin=span.begin - first, end=span.end - first) for span in sequence] for sequence in spans
         ]
@@ -175,23 +192,45 @@ class RecurrentWeights:
     def _advance(self, parts: _Inputs, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the results [B, L, heads * value_dim] of rows [B, L] behind `states` [B, elements], and new states."""
         spec, count, kept = self.spec, len(rows), self.spec.channels * (self.spec.conv - 1)
-        inputs = parts.mixed[rows].transpose(1, 2)
-        before = states[:, :kept].view(count, spec.channels, spec.conv - 1)
-        seen = torch.cat((before.to(inputs.dtype), inputs), dim=2)
-        mixed = functional.conv1d(seen, self.conv[:, None], self.conv_bias, groups=spec.channels).transpose(1, 2)
-        last = seen[:, :, seen.shape[2] - (spec.conv - 1) :].float().flatten(1)
-        if spec.kind == "short_conv":
-            return mixed, last
-        q, k, v = self._heads(functional.silu(mixed).float())
+        inputs = parts.mixed[rows]
+        last = states[:, :0]
+        if self.conv is not None:
+            mixed, last = self._convolved(inputs, states[:, :kept])
+            if spec.kind == "short_conv":
+                return mixed, last
+            q, k, v = self._heads(functional.silu(mixed).float())
+        else:
+            q, k, v = self._heads(inputs.float())
         state = states[:, kept:].view(count, spec.heads, spec.key_dim, spec.value_dim)
-        decay, step = parts.decay[rows].transpose(1, 2), parts.step[rows].transpose(1, 2)
+        decay = parts.decay[rows].transpose(1, 2)
+        step = None if parts.step is None else parts.step[rows].transpose(1, 2)
         if spec.kind == "mamba2":
+            assert step is not None
             result, state = scan(q, k, v * step[..., None], decay, None, state)
             assert self.skip is not None
             result = result + v * self.skip[:, None, None]
+        elif spec.kind == "lightning":
+            result, state = scan(q * spec.key_dim**-0.5, k, v, decay, None, state)
         else:
             result, state = scan(_unit(q) * spec.key_dim**-0.5, _unit(k), v, decay, step, state)
         return result.transpose(1, 2).flatten(2).to(inputs.dtype), torch.cat((last, state.flatten(1)), dim=1)
+
+    def _convolved(self, inputs: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the convolution of `inputs` [B, L, channels] behind the inputs `before` them, and the last inputs."""
+        spec = self.spec
+        assert self.conv is not None
+        past = before.view(len(inputs), spec.channels, spec.conv - 1)
+        seen = torch.cat((past.to(inputs.dtype), inputs.transpose(1, 2)), dim=2)
+        mixed = functional.conv1d(seen, self.conv[:, None], self.conv_bias, groups=spec.channels).transpose(1, 2)
+        return mixed, seen[:, :, seen.shape[2] - (spec.conv - 1) :].float().flatten(1)
+
+    def rotated(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        """Return queries or keys [T, heads * key_dim] with their norm and rotary embeddings."""
+        heads = torch.unflatten(heads, 1, (-1, self.spec.key_dim)).contiguous()
+        heads = heads if norm is None else norm(heads)
+        width = angles[0].shape[1]
+        turned = ops.rope(heads[..., :width].contiguous(), *angles)
+        return torch.cat((turned, heads[..., width:]), dim=2).flatten(1)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys [B, heads, L, key_dim] and values [B, heads, L, value_dim] of [B, L, channels]."""
@@ -212,6 +251,11 @@ class RecurrentWeights:
         spec = self.spec
         if spec.kind == "short_conv":
             return gate * found
+        if spec.kind == "lightning":
+            assert self.norm is not None
+            groups = torch.unflatten(found.float(), 1, (spec.norm_groups, -1))
+            normed = functional.rms_norm(groups, groups.shape[2:], None, spec.norm_eps).flatten(1)
+            return (self.norm.float() * normed).to(found.dtype) * torch.sigmoid(gate)
         if self.norm is None:
             return (found.float() * functional.silu(gate.float())).to(found.dtype)
         if spec.gate_first:
@@ -234,16 +278,23 @@ class _Inputs:
     mixed: Tensor  # [T, channels]
     gate: Tensor  # [T, heads * value_dim], or width
     decay: Tensor  # [T, heads] or [T, heads, key_dim] float32, logarithms
-    step: Tensor  # [T, heads] float32: how much of a token is taken in
+    step: Tensor | None  # [T, heads] float32: how much of a token is taken in; None: all
 
     @classmethod
-    def of(cls, weights: RecurrentWeights, projected: Tensor, *, deterministic: bool) -> _Inputs:
+    def of(cls, weights: RecurrentWeights, projected: Tensor, angles: Angles | None, *, deterministic: bool) -> _Inputs:
         """Divide the projection of tokens."""
         spec, none = weights.spec, projected.new_empty(0)
         if spec.kind == "short_conv":
             before, behind, x = projected.chunk(3, dim=1)
             return cls(before * x, behind, none, none)
         channels, values = spec.channels, spec.heads * spec.value_dim
+        if spec.kind == "lightning":
+            assert angles is not None
+            assert weights.decay is not None
+            keys = spec.key_heads * spec.key_dim
+            q, k, v, gate = torch.split(projected, [keys, keys, values, values], dim=1)
+            q, k = weights.rotated(q, weights.q_norm, angles), weights.rotated(k, weights.k_norm, angles)
+            return cls(torch.cat((q, k, v), dim=1), gate, weights.decay.expand(len(q), -1), None)
         assert weights.decay is not None
         assert weights.step_bias is not None
         if spec.kind == "mamba2":

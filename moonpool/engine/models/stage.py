@@ -438,7 +438,9 @@ class StageModel:
         """Return attention's result, or that of what stands in its place, [T, hidden]."""
         attention, spec = weights.attention, weights.spec.attention
         if isinstance(attention, RecurrentWeights):
-            return attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
+            rotated = attention.spec.kind == "lightning" and spec.rope is not None
+            angles = self._angles(batch, spec.rope or 0) if rotated else None
+            return attention(normed, batch, kv, self.undo, angles, deterministic=self.deterministic)
         if isinstance(attention, LatentWeights):
             return self._latent_attention(attention, spec, normed, batch, kv, scales)
         assert isinstance(attention, AttentionWeights)
@@ -521,8 +523,7 @@ class StageModel:
         absorbed = _by_head(q[..., : latent.key_width], weights.to_latent, deterministic=exact)
         q = torch.cat((absorbed, turned[:, :-1]), dim=-1)
         key = torch.cat((vector, turned[:, -1:]), dim=-1)
-        # A value is the key's first elements; the other elements are unused.
-        attended = self._attended(spec, q, (key, None), batch, kv, scales)[..., : latent.kv_rank]
+        attended = self._attended(spec, q, (key, None), batch, kv, scales)
         attended = _by_head(attended, weights.from_latent, deterministic=exact)
         return weights.output(attended.flatten(1), deterministic=exact)
 
@@ -576,7 +577,7 @@ class StageModel:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store keys and values, latent vectors alone, or nothing, and attend: [T, heads, head_dim]."""
+        """Store keys and values, latent vectors alone, or nothing, and attend: [T, heads, elements of a value]."""
         if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
             q = q * factors
         plan = self._plan(batch, kv, spec)
@@ -585,11 +586,15 @@ class StageModel:
             write_kv(*stored, kv, batch.slot_ids if windowed else batch.block_ids, batch.offsets, scales=scales)
         tables = batch.slot_tables if windowed else batch.block_tables
         starts, lengths = batch.query_start, batch.context_lens
+        value_dim = None if spec.latent is None else spec.latent.kv_rank
         chosen: ChosenKeys | None = batch.chosen if spec.index_topk else None
         if chosen is not None:
-            return chosen_attention(q, kv, scales, chosen, spec.scale, deterministic=self.deterministic)
+            assert value_dim is not None
+            return chosen_attention(q, kv, scales, chosen, spec.scale, value_dim, deterministic=self.deterministic)
         kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
-        out = paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
+        out = paged_attention(
+            q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan, value_dim=value_dim
+        )
         if batch.pictures:
             assert stored is not None
             attend_both_ways(batch.pictures, q, stored, kv, scales, tables, spec.scale, kind, out)

@@ -226,6 +226,7 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec, has: Callab
         if names.interleaved
         else (spec.channels, values, spec.heads, spec.heads),
         "kimi_delta": (keys, keys, values, spec.width, spec.width, spec.heads),
+        "lightning": (spec.channels, values),
     }[spec.kind]
     theirs, slots = names.recurrent, Slots()
     inputs = theirs["inputs"]
@@ -236,8 +237,9 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec, has: Callab
         arranged = (None, None, by_kind[1])
     for number, (name, count, arrange) in enumerate(zip(inputs, rows, arranged, strict=True)):
         slots |= _linear(names, f"inputs{number}", name, (count, hidden), bias=spec.bias, arrange=arrange)
-    channels = (spec.channels,) if len(theirs["conv"]) == 1 else (keys, keys, values)
-    for number, (name, count) in enumerate(zip(theirs["conv"], channels, strict=True)):
+    convolved = theirs.get("conv", ())
+    channels = (spec.channels,) if len(convolved) == 1 else (keys, keys, values)[: len(convolved)]
+    for number, (name, count) in enumerate(zip(convolved, channels, strict=True)):
         kept = (count, spec.conv)
         slots[f"conv{number}"] = Stored(f"{name}.weight", (count, 1, spec.conv), kept, lambda x: x[:, 0])
         if spec.conv_bias:
@@ -251,6 +253,10 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec, has: Callab
         slots["step_bias"] = _plain(theirs["step_bias"][0], (keys if fine else spec.heads,))
         if not spec.without_norm:
             slots["norm"] = _plain(f"{theirs['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))
+    if spec.kind == "lightning":
+        slots["norm"] = _plain(f"{theirs['norm'][0]}.weight", (values,))
+    for slot in ("q_norm", "k_norm") if spec.head_norms else ():
+        slots[slot] = _plain(f"{theirs[slot][0]}.weight", (spec.key_dim,))
     if "skip" in theirs:
         slots["skip"] = _plain(theirs["skip"][0], (spec.heads,))
     if fine:

@@ -14,16 +14,21 @@ from tools.gpu_check.kernel_rows import (
     Sizes,
     flashinfer_rows,
     kernel_rows,
+    latent_rows,
     sampling_rows,
 )
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
-LIMIT_S = 75
+LIMIT_S = 100
 RUNS, FEWEST_OF_TARGET = 2, 0.5
 """Measured pairs of each figure; the share of a target below which the stage fails."""
 SHAPE = Shape(block_size=64)
 SMALL = Shape(heads=14, kv_heads=2, head_dim=64, block_size=64)
 SMALL_SIZES = Sizes(decode=((64, 1024), (256, 1024)), prefill=((4096, 4096),))
+LATENT = Shape(heads=128, kv_heads=1, head_dim=576, block_size=64, rest=64)
+FEW_LATENT = Shape(heads=16, kv_heads=1, head_dim=576, block_size=64, rest=64)
+"""A rank's heads, or a small model's."""
+LATENT_SIZES = Sizes(decode=((32, 8192),), prefill=((4096, 4096),))
 TINY = Sizes(decode=((2, 64),), prefill=((32, 32), (16, 48)), written=64, copied=2, normed=(4, 64))
 
 
@@ -32,14 +37,18 @@ def check(where: Where, figures: Figures) -> None:
     if where.on_gpu:
         on = On(where.torch_device, RUNS)
         cases = [(SHAPE, SIZES), (SMALL, SMALL_SIZES)]
+        latent = [(LATENT, LATENT_SIZES), (FEW_LATENT, LATENT_SIZES)]
     else:
         on = On(where.torch_device, 1, _seconds, 1 << 16, 64)
         cases = [(Shape(heads=4, kv_heads=2, head_dim=16, layers=2, dtype=torch.float32), TINY)]
+        latent = [(Shape(heads=4, kv_heads=1, head_dim=24, dtype=torch.float32, rest=8), TINY)]
     figures["copy, GB/s"] = round(on.copied() / 1e9, 1)
     figures["matrix product, TFLOP/s"] = round(on.multiplied(cases[0][0].dtype) / 1e12, 1)
     slow = []
     for shape, sizes in cases:
         slow += [tell(row, figures) for row in kernel_rows(on, shape, sizes)]
+    for shape, sizes in latent:
+        slow += [tell(row, figures) for row in latent_rows(on, shape, sizes)]
     for rows, vocab in SAMPLED if where.on_gpu else ((2, 500),):
         slow += [tell(row, figures) for row in sampling_rows(on, rows, vocab)]
     try:

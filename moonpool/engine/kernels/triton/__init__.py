@@ -18,6 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Longest head that the tiles of `moonpool.engine.kernels.triton.tiles` are meant for.
 MAX_HEAD_DIM = 256
+#: The same of latent vectors: elements of a value, and those behind it.
+MAX_VALUE_DIM, MAX_REST = 512, 128
 
 
 def available(device: torch.device | str) -> bool:
@@ -26,6 +28,11 @@ def available(device: torch.device | str) -> bool:
         return False
     # Triton reads the variable when a kernel is defined.
     return is_gpu(device) or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def takes_latent(value_dim: int, rest: int) -> bool:
+    """Return whether attention takes latent vectors with `rest` elements behind the `value_dim` ones of a value."""
+    return value_dim <= MAX_VALUE_DIM and 0 < rest <= MAX_REST
 
 
 def is_gpu(device: torch.device | str) -> bool:

@@ -48,7 +48,7 @@ def decode_attention(
     block_tables: Tensor,  # [S, max_blocks] int32
     context_lens: Tensor,  # [S] int32
     scale: float,
-    out: Tensor,  # [S, heads, D], rows dense, stride(0) free
+    out: Tensor,  # [S, heads, D or fewer], rows dense, stride(0) free
     *,
     kind: Kind | None = None,
     max_context: int | None = None,
@@ -72,7 +72,7 @@ def prefill_attention(
     query_start: Tensor,  # [S + 1] int32, from 0 to T
     context_lens: Tensor,  # [S] int32
     scale: float,
-    out: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    out: Tensor,  # [T, heads, D or fewer], rows dense, stride(0) free
     *,
     kind: Kind | None = None,
     max_context: int | None = None,
@@ -116,45 +116,51 @@ class _Call:
         `others`: at least this many sequences, with one row each, are not among them.
         """
         tokens, heads, head_dim = self.q.shape
-        kv_heads, block_size = self.kv.shape[1], self.kv.shape[3]
-        sequences, group = self.lengths.shape[0], heads // kv_heads
+        _, kv_heads, planes, block_size, _ = self.kv.shape
+        sequences, value_dim = self.lengths.shape[0], self.out.shape[2]
+        rest = head_dim - value_dim
+        assert planes == (1 if rest else 2), "a latent vector has elements behind its value"
         if not tokens or not sequences:
             return
         assert self.tables.stride(1) == 1, "entries of a sequence's table stand side by side"
         limits = limits_of(self.q.device)
         width = self.tables.shape[1] * block_size
         longest = max(1, width if self.max_context is None else min(width, self.max_context))
-        heads_of = AttentionShape(self.q.dtype, self.kv.dtype, heads, kv_heads, head_dim, self.deterministic, limits)
+        heads_of = AttentionShape(
+            self.q.dtype, self.kv.dtype, heads, kv_heads, head_dim, self.deterministic, limits, rest
+        )
+        group, groups = heads_of.group, heads_of.groups
         cut = heads_of.launch(which, tokens, sequences, longest, others)
         tile, tiles, parts = cut.tile, cut.tiles, cut.parts
         used = cut.tokens * group
-        partial = (tiles, kv_heads, parts, used) if cut.split == PART else (0,)
-        results = torch.empty((*partial, head_dim), dtype=torch.float32, device=self.q.device)
+        partial = (tiles, groups, parts, used) if cut.split == PART else (0,)
+        results = torch.empty((*partial, value_dim), dtype=torch.float32, device=self.q.device)
         stats = torch.empty((*partial, 2), dtype=torch.float32, device=self.q.device)
         stored = code.PLAIN if self.scales is None else _STORED[self.kv.dtype]
         cap, window, sinks = (self.kind.soft_cap, self.kind.window, self.kind.sinks) if self.kind else (None,) * 3
         unit = math.gcd(self.kv.stride(0), _UNIT)
         # No fusion of multiplications into additions but those that are spelt out: equal code must round alike.
-        dim = max(padded(head_dim), 16)
-        shape = {
-            "GROUP": group, "HEAD_DIM": head_dim, "TOKENS": cut.tokens, "WHICH": which, "enable_fp_fusion": False,
-        }  # fmt: skip
-        code.attention[tiles, kv_heads, parts](
+        dim = max(padded(value_dim), 16)
+        shape = {"GROUP": group, "TOKENS": cut.tokens, "WHICH": which, "enable_fp_fusion": False}
+        plane = 0 if rest else self.kv.stride(2)
+        scale_plane = 0 if rest or self.scales is None else self.scales.stride(2)
+        code.attention[tiles, groups, parts](
             self.q, self.kv.view(torch.uint8) if stored == code.FLOAT8 else self.kv, self.scales,
             self.tables, self.starts, self.lengths, sinks, self.out, results, stats,
             (self.scale if cap is None else cap) * math.log2(math.e), self.scale / (cap or 1.0), window or 0,
             sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit, self.tables.stride(0),
             0 if self.scales is None else self.scales.stride(0), cut.keys,
-            **shape, PLANE=self.kv.stride(2), SCALE_PLANE=0 if self.scales is None else self.scales.stride(2),
-            PADDED_DIM=dim, BLOCK_SIZE=block_size, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
+            **shape, HEAD_DIM=head_dim, PLANE=plane, SCALE_PLANE=scale_plane, PADDED_DIM=dim,
+            REST=rest, PADDED_REST=rest and max(padded(rest), 16),
+            BLOCK_SIZE=block_size, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
             NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
             CAPPED=cap is not None, WINDOWED=_windowed(self.kind),
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if cut.split == PART:
             warps, width = join_shape(padded(used), dim)
-            code.join_parts[tiles, kv_heads, dim // width](
+            code.join_parts[tiles, groups, dim // width](
                 self.starts, self.lengths, sinks, self.out, results, stats,
-                sequences, self.out.stride(0), cut.keys, parts, **shape,
+                sequences, self.out.stride(0), cut.keys, parts, **shape, HEAD_DIM=value_dim,
                 ROWS=padded(used), WIDTH=width, AHEAD=JOINED_AHEAD, num_warps=warps,
             )  # fmt: skip

@@ -93,8 +93,10 @@ def _blocks(table, start, high, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _step(
-    start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window, m, l, acc,  # noqa: E741
+    start, high, q, q_rest, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
+    m, l, acc,  # noqa: E741
     HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
+    REST: tl.constexpr, PADDED_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
@@ -102,29 +104,21 @@ def _step(
     """Take the keys [start, start + KEYS) into the running maximum, sum and weighted values of all rows.
 
     MASKED: rows see different keys, or fewer than all; those from `high` on, which no row sees, are not even loaded.
+    REST: of a single plane, the elements of a key behind those that are its value; `q_rest` has them of the queries.
     """
     keys = start + tl.arange(0, KEYS)
-    dims = tl.arange(0, PADDED_DIM)
     loaded = keys < high
     block = block.to(tl.int64)
     if BLOCK_SIZE % KEYS == 0:
-        offsets = block * block_units * UNIT + (start % BLOCK_SIZE) * HEAD_DIM
-        offsets = offsets + (tl.arange(0, KEYS) * HEAD_DIM)[:, None] + dims[None, :]
+        at = block * block_units * UNIT + (start % BLOCK_SIZE) * HEAD_DIM + tl.arange(0, KEYS) * HEAD_DIM
     else:
-        offsets = block * block_units * UNIT + (keys % BLOCK_SIZE) * HEAD_DIM
-        offsets = offsets[:, None] + dims[None, :]
-    v_base = base + PLANE
-    if MASKED:
-        mask = loaded[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(base + offsets, mask=mask, other=0)
-        v = tl.load(v_base + offsets, mask=mask, other=0)
-    elif PADDED_DIM != HEAD_DIM:
-        k = tl.load(base + offsets, mask=(dims < HEAD_DIM)[None, :], other=0)
-        v = tl.load(v_base + offsets, mask=(dims < HEAD_DIM)[None, :], other=0)
-    else:
-        k = tl.load(base + offsets)
-        v = tl.load(v_base + offsets)
+        at = block * block_units * UNIT + (keys % BLOCK_SIZE) * HEAD_DIM
+    k = _load(base + at, loaded, HEAD_DIM - REST, PADDED_DIM, MASKED)
+    v = k if REST else _load(base + PLANE + at, loaded, HEAD_DIM, PADDED_DIM, MASKED)
     scores = tl.dot(q, tl.trans(_widen(k, q.dtype, KV, NATIVE)), input_precision=PRECISION)
+    if REST:
+        rest = _load(base + (HEAD_DIM - REST) + at, loaded, REST, PADDED_REST, MASKED)
+        scores = tl.dot(q_rest, tl.trans(_widen(rest, q.dtype, KV, NATIVE)), scores, input_precision=PRECISION)
     if KV != _PLAIN:
         k_scale, v_scale = _scales(scales + block * scale_stride + keys % BLOCK_SIZE, loaded, KV, NATIVE, SCALE_PLANE)
         scores *= k_scale
@@ -143,6 +137,20 @@ def _step(
         p *= v_scale
     acc = tl.dot(p.to(q.dtype), _widen(v, q.dtype, KV, NATIVE), acc * keep[:, None], input_precision=PRECISION)
     return m_new, l, acc
+
+
+@triton.jit
+def _load(tokens, loaded, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Return SIZE elements from each of `tokens` on, zeros behind them; MASKED: of `loaded` tokens alone."""
+    dims = tl.arange(0, PADDED)
+    places = tokens[:, None] + dims[None, :]
+    if MASKED:
+        found = tl.load(places, mask=loaded[:, None] & (dims < SIZE)[None, :], other=0)
+    elif PADDED != SIZE:
+        found = tl.load(places, mask=(dims < SIZE)[None, :], other=0)
+    else:
+        found = tl.load(places)
+    return found
 
 
 @triton.jit
@@ -174,8 +182,9 @@ def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, SCALE_PLANE: tl.
 
 @triton.jit
 def _attend(
-    begin, end, low, high, q, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
+    begin, end, low, high, q, q_rest, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
     HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
+    REST: tl.constexpr, PADDED_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MANY_ROWS: tl.constexpr, ROWS: tl.constexpr,
@@ -199,19 +208,19 @@ def _attend(
         for start in range(begin, border, KEYS):
             ahead = _blocks(table, start + KEYS, high, BLOCK_SIZE, KEYS)
             m, l, acc = _step(  # noqa: E741
-                start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
+                start, high, q, q_rest, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
                 m, l, acc,
-                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
-                CAPPED, WINDOWED, False,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+                PRECISION, CAPPED, WINDOWED, False,
             )  # fmt: skip
             block = ahead
     for start in range(border, end, KEYS):
         ahead = _blocks(table, start + KEYS, high, BLOCK_SIZE, KEYS)
         m, l, acc = _step(  # noqa: E741
-            start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
+            start, high, q, q_rest, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
             m, l, acc,
-            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
-            CAPPED, WINDOWED, True,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+            PRECISION, CAPPED, WINDOWED, True,
         )  # fmt: skip
         block = ahead
     return m, l, acc
@@ -245,8 +254,8 @@ def attention(
     q, kv, scales, tables, starts, lengths, sinks, out, parts, stats,
     scale, squeeze, window, num_seqs, q_stride, out_stride, block_units, table_stride, scale_stride, split_keys,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
+    PADDED_DIM: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
     NATIVE: tl.constexpr, WHICH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -256,8 +265,11 @@ def attention(
     `squeeze` become their hyperbolic tangent before. WINDOWED: SLIDING, a row sees the last `window` keys; CHUNKED, the
     keys of the row's own chunk of `window` keys; 0, all. Blocks are block_units * UNIT elements apart: a constant
     factor tells the compiler how wide loads may be. A head's keys and values are PLANE elements apart, their scales
-    SCALE_PLANE. PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP,
-    HEAD_DIM] and `stats` [..., 2] (maximum, sum).
+    SCALE_PLANE. PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP, elements of a value] and `stats` [..., 2]
+    (maximum, sum).
+
+    REST: there is one plane, whose vectors are the keys; a value is a vector without its last REST elements. The grid
+    then has groups of query heads in place of key/value heads, and all groups read the same vectors.
     """
     # A sequence's last tiles have most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -280,12 +292,17 @@ def attention(
     valid = (rows < TOKENS * GROUP) & (token < count)
     seen = tl.where(valid, context - count + token + 1, 0)
     low = tl.maximum(context - count + first + 1, 0)
-    in_row = (head * GROUP + rows % GROUP) * HEAD_DIM
+    mask = valid[:, None] & (dims < HEAD_DIM - REST)[None, :]
+    in_row = head * GROUP + rows % GROUP
     at = (q_begin + token).to(tl.int64)
-    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-    query = tl.load(q + (at * q_stride + in_row)[:, None] + dims[None, :], mask=mask, other=0)
+    begin_of_row = q + at * q_stride + in_row * HEAD_DIM
+    query = _load(begin_of_row, valid, HEAD_DIM - REST, PADDED_DIM, True)
+    query_rest = query
+    if REST:
+        query_rest = _load(begin_of_row + (HEAD_DIM - REST), valid, REST, PADDED_REST, True)
     if WIDE:
         query = query.to(tl.float32)
+        query_rest = query_rest.to(tl.float32)
     base = kv + head * (2 * PLANE)
     table = tables + seq.to(tl.int64) * table_stride
     if KV != _PLAIN:
@@ -297,28 +314,30 @@ def attention(
         for part in range(0, high, split_keys):
             m_part, l_part, acc_part = _attend(
                 part, tl.minimum(part + split_keys, high), low, high,
-                query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
-                CAPPED, WINDOWED, TOKENS > 1, ROWS,
+                query, query_rest, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+                PRECISION, CAPPED, WINDOWED, TOKENS > 1, ROWS,
             )  # fmt: skip
             m, l, acc = _join(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
     else:
         m, l, acc = _attend(  # noqa: E741
-            begin, end, low, high, query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
-            CAPPED, WINDOWED, TOKENS > 1, ROWS,
+            begin, end, low, high, query, query_rest, seen, base, scales, table, block_units, scale_stride,
+            scale, squeeze, window,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+            PRECISION, CAPPED, WINDOWED, TOKENS > 1, ROWS,
         )  # fmt: skip
     if SPLIT == _PART:
         slot = (tile * tl.num_programs(1) + head).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
         slots = slot * (TOKENS * GROUP) + rows
-        tl.store(parts + slots[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(parts + slots[:, None] * (HEAD_DIM - REST) + dims[None, :], acc, mask=mask)
         tl.store(stats + slots * 2, m, mask=valid)
         tl.store(stats + slots * 2 + 1, l, mask=valid)
     else:
         if sinks is not None:
             m, l, acc = _sink(sinks + head * GROUP + rows % GROUP, m, l, acc)  # noqa: E741
         acc = acc / tl.where(l > 0, l, 1.0)[:, None]  # a row that sees no key is zero
-        tl.store(out + (at * out_stride + in_row)[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        to = out + (at * out_stride + in_row * (HEAD_DIM - REST))[:, None] + dims[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 16384  # per `copy_blocks` program: 128 threads with 8 loads of 1
 
 def write_kv(
     k: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
-    v: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
+    v: Tensor | None,  # [T, kv_heads, D], rows dense, stride(0) free; None where kv has one plane
     kv: Tensor,
     scales: Tensor | None,
     block_ids: Tensor,  # [T] int64
@@ -33,16 +33,18 @@ def write_kv(
     tokens, kv_heads, head_dim = k.shape
     if not tokens:
         return
-    unit = math.gcd(kv.stride(0), 16)
+    unit, planes = math.gcd(kv.stride(0), 16), kv.shape[2]
+    v = k if v is None else v
     where = (k.stride(0), v.stride(0), kv.stride(0) // unit, kv.shape[0])
     shape = {
-        "UNIT": unit, "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": kv.shape[3], "enable_fp_fusion": False,
+        "UNIT": unit, "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": kv.shape[3], "PLANES": planes,
+        "enable_fp_fusion": False,
     }  # fmt: skip
     if scales is None:
         _write[(tokens,)](k, v, kv, block_ids, offsets, *where, **shape, PADDED=padded(kv_heads * head_dim))
     else:
         float8 = kv.dtype == torch.float8_e4m3fn
-        _write_quantized[tokens, kv_heads, 2](
+        _write_quantized[tokens, kv_heads, planes](
             k, v, kv.view(torch.uint8) if float8 else kv, scales, block_ids, offsets, *where, scales.stride(0),
             PLANE=kv.stride(2), SCALE_PLANE=scales.stride(2), **shape,
             PADDED_DIM=padded(head_dim), FLOAT8=float8, LARGEST=_LARGEST[kv.dtype],
@@ -74,7 +76,8 @@ def copy_blocks(
 @triton.jit
 def _write(
     k, v, kv, block_ids, offsets, k_stride, v_stride, block_units, num_blocks,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PLANES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Store one token's keys and values; grid (tokens)."""
     token = tl.program_id(0).to(tl.int64)
@@ -84,10 +87,12 @@ def _write(
         return
     i = tl.arange(0, PADDED)
     mask = i < HEADS * HEAD_DIM
-    # [kv_heads, 2, block_size, head_dim] within the block
-    slot = block * block_units * UNIT + offset * HEAD_DIM + i // HEAD_DIM * (2 * BLOCK_SIZE * HEAD_DIM) + i % HEAD_DIM
+    # [kv_heads, planes, block_size, head_dim] within the block
+    head = i // HEAD_DIM * (PLANES * BLOCK_SIZE * HEAD_DIM)
+    slot = block * block_units * UNIT + offset * HEAD_DIM + head + i % HEAD_DIM
     tl.store(kv + slot, tl.load(k + token * k_stride + i, mask=mask), mask=mask)
-    tl.store(kv + slot + BLOCK_SIZE * HEAD_DIM, tl.load(v + token * v_stride + i, mask=mask), mask=mask)
+    if PLANES == 2:
+        tl.store(kv + slot + BLOCK_SIZE * HEAD_DIM, tl.load(v + token * v_stride + i, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -113,11 +118,11 @@ def _write_quantized(
     k, v, kv, scales, block_ids, offsets, k_stride, v_stride, block_units, num_blocks, scale_stride,
     PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PADDED_DIM: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    PLANES: tl.constexpr, PADDED_DIM: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's key or value for one token, and the scale; grid (tokens, kv_heads, 2)."""
+    """Store one head's key or value for one token, and the scale; grid (tokens, kv_heads, planes)."""
     token = tl.program_id(0).to(tl.int64)
-    plane = tl.program_id(1) * 2 + tl.program_id(2)
+    plane = tl.program_id(1) * PLANES + tl.program_id(2)
     block = tl.load(block_ids + token)
     offset = tl.load(offsets + token)
     if (block < 0) | (block >= num_blocks) | (offset < 0) | (offset >= BLOCK_SIZE):

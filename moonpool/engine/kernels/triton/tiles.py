@@ -49,17 +49,22 @@ class Tile:
     warps: int
     stages: int
 
-    def shared_bytes(self, dim: int, element: int, stored: int) -> int:
+    def shared_bytes(self, dim: int, element: int, stored: int, rest: int = 0) -> int:
         """Return an upper bound of the shared memory that this takes, from what the compiler was seen to take.
 
         Args:
-            dim: Padded head_dim.
+            dim: Padded elements of a value.
             element: Bytes per query element.
             stored: Bytes per pool element.
+            rest: Padded elements of a latent vector behind its value; 0: keys and values are two planes.
         """
-        step = 2 * self.keys * dim
+        if rest:
+            dim += rest
+            step, queries = self.keys * dim, self.rows * dim
+        else:
+            step, queries = 2 * self.keys * dim, 2 * self.rows * dim
         widened = step * element if stored < element else 0
-        return (self.stages - 1) * step * stored + 2 * self.rows * dim * element + widened
+        return (self.stages - 1) * step * stored + queries * element + widened
 
 
 #: Mode -> tiles for padded head_dim up to 64, 128, 256. "exact" is everything in deterministic mode: the same
@@ -78,7 +83,28 @@ _TILES_OF_WARPS = _TILES | {
 _FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
 
 
-def tile_for(mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, group: int, limits: Limits) -> Tile:
+#: Over latent vectors, for few query heads and for many. Sums of 512 elements fill the registers: 64 rows would spill.
+_LATENT_TILES = (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3))
+_LATENT_FLOAT32 = Tile(16, 16, 8, 2)
+#: Shared memory from which there is room for the many.
+_LATENT_SHARED = 96 << 10
+
+
+def latent_group(heads: int, dtype: torch.dtype, limits: Limits) -> int:
+    """Return how many query heads over latent vectors are rows of one program: a divisor of `heads`."""
+    most = _latent_tile(dtype, limits, few=False).rows
+    return max(count for count in range(1, most + 1) if heads % count == 0)
+
+
+def _latent_tile(dtype: torch.dtype, limits: Limits, *, few: bool) -> Tile:
+    if dtype == torch.float32:
+        return _LATENT_FLOAT32
+    return _LATENT_TILES[0 if few or limits.shared_bytes < _LATENT_SHARED else 1]
+
+
+def tile_for(
+    mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, group: int, limits: Limits, rest: int = 0
+) -> Tile:
     """Return the tile for `mode`.
 
     Args:
@@ -88,18 +114,22 @@ def tile_for(mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, 
         head_dim: Elements of a head.
         group: Query heads per key/value head.
         limits: Of the device.
+        rest: Elements of a latent vector behind its value; 0: keys and values are two planes.
     """
-    dim = max(padded(head_dim), 16)
+    dim, rest = max(padded(head_dim - rest), 16), rest and max(padded(rest), 16)
     modes = _TILES if limits.warpgroups else _TILES_OF_WARPS
     tiles = _FLOAT32_TILES if dtype == torch.float32 else modes[mode]
     tile = tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
+    if rest:
+        tile = _latent_tile(dtype, limits, few=mode == "decode" and group <= _LATENT_TILES[0].rows)
     tile = replace(
         tile,
         rows=max(tile.rows, padded(group)),
-        stages=min(tile.stages + (stored.itemsize < dtype.itemsize), limits.stages),
+        # Over latent vectors a further stage would spill.
+        stages=min(tile.stages + (not rest and stored.itemsize < dtype.itemsize), limits.stages),
     )
     # The pipeline's depth is no part of the arithmetic.
-    while tile.stages > 1 and tile.shared_bytes(dim, dtype.itemsize, stored.itemsize) > limits.shared_bytes:
+    while tile.stages > 1 and tile.shared_bytes(dim, dtype.itemsize, stored.itemsize, rest) > limits.shared_bytes:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
 

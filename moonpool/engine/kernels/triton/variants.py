@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from moonpool.engine.kernels.triton.tiles import EXACT_PART, SMALL_ROWS, Limits, Tile, part_keys, tile_for
+from moonpool.engine.kernels.triton.tiles import EXACT_PART, SMALL_ROWS, Limits, Tile, latent_group, part_keys, tile_for
 
 #: What a program does about the split along the keys: ignore it; take one part and write it out; take all, one by one.
 WHOLE, PART, JOINED = 0, 1, 2
@@ -53,7 +53,11 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a layer's launches have in common: types of queries and pool, heads, and the device's limits."""
+    """What a layer's launches have in common: types of queries and pool, heads, and the device's limits.
+
+    `rest`: elements of a latent vector behind those that are its value; 0: keys and values are two planes. All query
+    heads read the one head of latent vectors.
+    """
 
     dtype: torch.dtype
     stored: torch.dtype
@@ -62,6 +66,17 @@ class AttentionShape:
     head_dim: int
     deterministic: bool
     limits: Limits
+    rest: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads of a program."""
+        return latent_group(self.heads, self.dtype, self.limits) if self.rest else self.heads // self.kv_heads
+
+    @property
+    def groups(self) -> int:
+        """Programs for the heads of a tile."""
+        return self.heads // self.group
 
     def launch(self, which: int, tokens: int, sequences: int, longest: int, others: int = 0) -> LaunchShape:
         """Return how a launch over a batch is cut.
@@ -111,12 +126,12 @@ def _sizes(most: int) -> list[int]:
 
 @lru_cache(maxsize=1024)  # all layers of a step ask for the same
 def _launch(shape: AttentionShape, which: int, tokens: int, sequences: int, longest: int, others: int) -> LaunchShape:
-    group = shape.heads // shape.kv_heads
+    group = shape.group
     mode = _mode(shape.deterministic, which, tokens - others, sequences - others, group)
-    tile = tile_for(mode, shape.dtype, shape.stored, shape.head_dim, group, shape.limits)
+    tile = tile_for(mode, shape.dtype, shape.stored, shape.head_dim, group, shape.limits, shape.rest)
     per_tile = tile.rows // group if which == MANY else 1
     tiles = tokens // per_tile + sequences if which == MANY else sequences
-    split, keys, parts = _split(shape, which, tiles * shape.kv_heads, longest, tile)
+    split, keys, parts = _split(shape, which, tiles * shape.groups, longest, tile)
     return LaunchShape(tile, per_tile, tiles, split, keys, parts)
 
 

@@ -77,8 +77,18 @@ def test_one_plane_holds_keys_that_are_values_too(
         scales = None if stored is None else torch.full(kv.shape[:4], torch.nan)
         write_kv(vectors, vectors if planes == 2 else None, kv, blocks, offsets, scales=scales)
         found.append(case.run(kv=kv, scales=scales))
+        if planes == 1:
+            first = case.run(kv=kv, scales=scales, value_dim=17)
+            torch.testing.assert_close(first, found[0][..., :17], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     assert not found[0].isnan().any()
+
+
+def test_elements_of_a_value_belong_to_latent_vectors() -> None:
+    case = make([(1, 3)], heads=2, kv_heads=1, head_dim=16)
+    for kv, value_dim in ((case.kv, 8), (case.kv[:, :, :1].contiguous(), 17)):
+        with pytest.raises(ValueError, match=f"^value_dim: {value_dim} elements of a value"):
+            case.run(kv=kv, value_dim=value_dim)
 
 
 def test_values_are_given_where_there_are_two_planes() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.checkpoint.config import ModelConfig
-from moonpool.base.families.spec import GPU_HEAD_DIM
+from moonpool.base.families.spec import GPU_HEAD_DIM, GPU_LATENT
 from moonpool.base.kv.keys import tokens_to_bytes
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kernels import triton
@@ -110,9 +110,10 @@ def test_steps_read_nothing_of_a_device(case: str, tmp_path: Path) -> None:
     layers, head = captured(model, slots=any(layer.attention.window is not None for layer in decoder.every))
     assert ("meta" in layers) == bool(decoder.not_captured), layers
     assert not head
-    if not any(layer.attention.latent for layer in decoder.every):
+    if not any(layer.indexer for layer in decoder.every):
         compute(model, chunk_batch())
 
 
 def test_the_longest_head_is_that_of_the_kernels() -> None:
     assert GPU_HEAD_DIM == triton.MAX_HEAD_DIM
+    assert GPU_LATENT == (triton.MAX_VALUE_DIM, triton.MAX_REST)

@@ -21,6 +21,8 @@ from moonpool.engine.models.pictures import load_encoder
 from tests.pictures import (
     PictureReference,
     add_weights,
+    arranged_model,
+    cell_model,
     expert_model,
     hybrid_model,
     older_patch_model,
@@ -30,7 +32,7 @@ from tests.pictures import (
     square_model,
     stacked_model,
 )
-from tests.unit.engine.models.test_gguf_families import DELTA_KEYS, FILES, MOE_KEYS, write
+from tests.unit.engine.models.test_gguf_families import DELTA_KEYS, FILES, MOE_KEYS, permuted, write
 from tests.unit.engine.models.test_pictures import SIZES, TOLERANCE, computed, pictures_of, prompt_of
 
 pytest.importorskip("PIL")
@@ -60,6 +62,8 @@ MODELS: Mapping[str, tuple[Callable[[Path], Path], str, str, Mapping[str, Any]]]
     ),
     "Idefics3": (picture_model, "llama", "llama", {}),
     "SmolVLM": (smolvlm_model, "llama", "llama", {}),
+    "InternVL 3": (arranged_model, "qwen2", "qwen2", {}),
+    "Mistral Small 3.x": (cell_model, "llama", "llama", {}),
     "Qwen2-VL": (older_patch_model, "qwen2vl", "qwen2", {"rope.dimension_sections": [2, 3, 3, 0]}),
     "Qwen2.5-VL": (patch_model, "qwen2vl", "qwen2", {"rope.dimension_sections": [2, 3, 3, 0]}),
     "Qwen3-VL": (stacked_model, "qwen3vl", "qwen3", {"rope.dimension_sections": [3, 3, 2, 0]}),
@@ -83,7 +87,10 @@ MODELS: Mapping[str, tuple[Callable[[Path], Path], str, str, Mapping[str, Any]]]
 }
 QUICK = ("Gemma 3", "Idefics3", "Qwen3-VL")
 #: By `model_type`.
-PROJECTORS = {"gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "qwen2_vl": "qwen2vl_merger"}
+PROJECTORS = {
+    "gemma3": "gemma3", "idefics3": "idefics3", "smolvlm": "idefics3", "qwen2_vl": "qwen2vl_merger",
+    "internvl": "internvl", "mistral3": "pixtral",
+}  # fmt: skip
 
 
 def converted(
@@ -116,8 +123,12 @@ def write_mmproj(whole: Any, folder: Path, file: Path, kind: str, *, swapped: bo
     named(PROJECTORS.get(model_type, "qwen2.5vl_merger" if model_type == "qwen2_5_vl" else "qwen3vl_merger"))
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.text_config.hidden_size)
-    writer.add_vision_image_size(vision.get("image_size", 560))
-    writer.add_vision_patch_size(vision["patch_size"])
+    square = {
+        name: side[0] if isinstance(side := vision.get(name, 560), list) else side
+        for name in ("image_size", "patch_size")
+    }
+    writer.add_vision_image_size(square["image_size"])
+    writer.add_vision_patch_size(square["patch_size"])
     writer.add_vision_embedding_length(vision.get("embed_dim", vision["hidden_size"]))
     writer.add_vision_block_count(vision.get("depth", vision.get("num_hidden_layers")))
     writer.add_vision_feed_forward_length(vision.get("intermediate_size") or 0)
@@ -131,6 +142,14 @@ def write_mmproj(whole: Any, folder: Path, file: Path, kind: str, *, swapped: bo
         writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
     elif model_type == "gemma3":
         writer.add_vision_projector_scale_factor(2)
+    elif model_type == "internvl":
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_projector_scale_factor(2)
+        writer.add_uint32("clip.vision.preproc_min_tiles", processor["min_patches"])
+        writer.add_uint32("clip.vision.preproc_max_tiles", processor["max_patches"])
+    elif model_type == "mistral3":
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_spatial_merge_size(config.spatial_merge_size)
     else:
         writer.add_uint32("clip.vision.image_min_pixels", processor["size"]["shortest_edge"])
         writer.add_uint32("clip.vision.image_max_pixels", processor["size"]["longest_edge"])
@@ -149,9 +168,17 @@ def write_mmproj(whole: Any, folder: Path, file: Path, kind: str, *, swapped: bo
     finish(writer)
 
 
+#: What the converter calls InternVL's projector.
+INTERNVL = {
+    "multi_modal_projector.layer_norm": "mlp1.0",
+    "multi_modal_projector.linear_1": "mlp1.1",
+    "multi_modal_projector.linear_2": "mlp1.3",
+}
+
+
 def encoder_tensors(whole: Any, stacked: list[int], *, split: bool) -> Iterator[tuple[str, Values]]:
     """The encoder's tensors under the names that the `gguf` package has for them, as converters change them."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    table, vision = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8), whole.config.vision_config
     for name, tensor in whole.model.state_dict().items():
         if name.startswith(("language_model.", "text_model.")):
             continue
@@ -179,6 +206,13 @@ def encoder_tensors(whole: Any, stacked: list[int], *, split: bool) -> Iterator[
             published = name.replace("vision_tower.", "vision_tower.vision_model.")
             published = published.replace("mm_input_projection_weight", "mm_input_projection.weight")
             published = f"model.{published}" if name.startswith(("connector", "vision_model")) else published
+            if whole.config.model_type == "mistral3":
+                published, values = name, permuted(values, name, whole.config, vision.head_dim)
+            elif whole.config.model_type == "internvl":
+                published = (
+                    f"model.{name}" if name.startswith("vision_tower") else INTERNVL.get(parts, name) + f".{kind}"
+                )
+                published += ".weight" if kind in ("lambda_1", "lambda_2", "position_embeddings") else ""
             theirs = table.get_name(published, try_suffixes=(".weight", ".bias"))
             assert theirs is not None, published
             yield theirs, values + np.float32(theirs == "mm.soft_emb_norm.weight")

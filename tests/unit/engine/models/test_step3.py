@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.step3p7 import Step3p7TextConfig, Step3p7TextModel
 
+from moonpool.base.checkpoint.formats import tensor_index
 from moonpool.base.errors import UnsupportedModel
 from moonpool.base.families import FAMILIES
 from tests.unit.engine.models.test_families import TINY, draw
@@ -132,6 +133,33 @@ def test_a_folder_answers_as_the_text_part_of_step_3_7_does(pictures: bool, tmp_
     model, head = reference()
     answering: Callable[..., Any] = whole(model, head)
     two_turns(answering, folder(model, head, tmp_path, pictures=pictures))  # type: ignore[arg-type]
+
+
+def test_a_folder_in_fp8_has_scales_of_blocks_for_all_experts_together(tmp_path: Path) -> None:
+    """As Step-3.5-Flash-FP8 is published."""
+    model, head = reference()
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            codes, scales = fp8(weight)
+            weight.data.copy_(codes.float() * scales.repeat_interleave(16, 1).repeat_interleave(16, 2))
+    file = folder(model, head, tmp_path, pictures=False) / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".moe." in name and name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = fp8(tensors[name])
+    save_file(tensors, file)
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED, "quantization_config": settings}))
+    assert all(tensor.keeps_codes for name, tensor in tensor_index(tmp_path).items() if ".moe.experts." in name)
+    answering: Callable[..., Any] = whole(model, head)
+    two_turns(answering, tmp_path)  # type: ignore[arg-type]
+
+
+def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of blocks of 16 by 16, of [experts, outputs, inputs]."""
+    blocks = torch.unflatten(torch.unflatten(weight.detach(), 1, (-1, 16)), 3, (-1, 16))
+    scales = blocks.abs().amax((2, 4)) / 448
+    codes = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.view(weight.shape), scales
 
 
 def test_a_file_answers_as_the_text_part_of_step_3_7_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ from benchmarks.frame import Row
 from tools.gpu_check.kernel_rows import (
     WAYS,
     Shape,
+    Sizes,
     copy_row,
     decode_row,
+    latent_rows,
     norm_rows,
     prefill_rows,
     sampling_rows,
@@ -66,6 +68,15 @@ def test_prefill_is_told_by_its_products() -> None:
     check(chunk, 4 * 16 * 4 * (16 * 32 + 16 * 17 / 2) / 0.25 / 1e12, "matrix product", product)
 
 
+def test_latent_attention_is_told_beside_the_hardware_and_the_reference() -> None:
+    shape = Shape(heads=4, kv_heads=1, head_dim=24, dtype=torch.float32, rest=8)
+    decode, whole, few, prompt = latent_rows(ON, shape, Sizes(decode=((3, 32),), prefill=((32, 32),)))
+    check(decode, 3 * 32 * 24 * 4 / 0.25 / 1e9, "copy", 2 * COPY / 0.25 / 1e9)
+    check(whole, 2 * (24 + 16) * 4 * (32 * 33 / 2) / 0.25 / 1e12, "matrix product", 2 * MATRIX**3 / 0.25 / 1e12)
+    for row in (few, prompt):
+        check(row, 250, "the reference", 250)
+
+
 def test_sampling_is_told_by_its_time() -> None:
     rows = sampling_rows(ON, 3, 500)
     assert len(rows) == len(WAYS) + 1
@@ -79,7 +90,11 @@ def test_sampling_is_told_by_its_time() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_rows_of_the_kernels_of_gpus() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
-    names = ("test_kernels_are_told_by_what_they_read_and_write", "test_prefill_is_told_by_its_products")
+    names = (
+        "test_kernels_are_told_by_what_they_read_and_write",
+        "test_prefill_is_told_by_its_products",
+        "test_latent_attention_is_told_beside_the_hardware_and_the_reference",
+    )
     environment = os.environ | {"MOONPOOL_KERNELS": "triton", "TRITON_INTERPRET": "1"}
     command = [
         sys.executable,

@@ -89,6 +89,39 @@ def test_quantized_shapes(stored: torch.dtype, dtype: torch.dtype, head_dim: int
         case.check(case.decode(deterministic=deterministic))
 
 
+LATENT = {"kv_heads": 1, "head_dim": 72, "rest": 8}
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes", "stored"),
+    [
+        (4, {}, None),
+        (20, {"block_size": 64}, torch.int8),
+        *slowly(
+            (128, {}, None), (16, {"head_dim": 576, "rest": 64}, None), (40, {"head_dim": 288, "rest": 32}, None),
+            (20, {}, torch.float8_e4m3fn),
+        ),
+    ],
+)  # fmt: skip
+def test_latent_vectors(
+    monkeypatch: pytest.MonkeyPatch, group: int, sizes: dict[str, int], stored: torch.dtype | None
+) -> None:
+    """Latent vectors are keys, their first elements are values; heads of a program, split contexts and exact rows."""
+    monkeypatch.setattr(tiles, "MIN_PART", 16)
+    for sequences in ([(1, 40), (1, 7)], [(1, 20), (6, 43)]):
+        case = make(sequences, group=group, stored=stored, **LATENT | sizes)  # type: ignore[arg-type]
+        case.check(case.prefill())
+        case.check(case.prefill(deterministic=True))
+
+
+@EACH_DTYPE
+def test_latent_vectors_of_each_type(dtype: torch.dtype) -> None:
+    case = make([(3, 21), (1, 50)], dtype=dtype, group=20, **LATENT)  # type: ignore[arg-type]
+    case.check(case.prefill())
+    case = make(DECODE, dtype=dtype, group=20, stride=24, **LATENT)  # type: ignore[arg-type]
+    case.check(case.decode())
+
+
 def test_a_prompt_of_many_tiles() -> None:
     case = make([(1, 5), (70, 130)], group=4, block_size=64)
     case.check(case.prefill())

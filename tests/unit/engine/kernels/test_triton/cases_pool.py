@@ -12,13 +12,14 @@ QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
 def both_write(
-    k: Tensor, v: Tensor, kv: Tensor, scales: Tensor | None, block_ids: list[int], offsets: list[int]
+    k: Tensor, v: Tensor | None, kv: Tensor, scales: Tensor | None, block_ids: list[int], offsets: list[int]
 ) -> tuple[Tensor, Tensor | None]:
     """Write on the device, in place, and with the reference; return what the latter made of it."""
     ids, slots = torch.tensor(block_ids), torch.tensor(offsets)
     expected, expected_scales = kv.cpu().clone(), None if scales is None else scales.cpu().clone()
     reference.write_kv(k, v, expected, expected_scales, ids, slots)
-    ops.write_kv(k.to(DEVICE), v.to(DEVICE), kv, scales, ids.to(DEVICE), slots.to(DEVICE))
+    values = None if v is None else v.to(DEVICE)
+    ops.write_kv(k.to(DEVICE), values, kv, scales, ids.to(DEVICE), slots.to(DEVICE))
     return expected, expected_scales
 
 
@@ -35,6 +36,21 @@ def test_plain_write(dtype: torch.dtype, kv_heads: int, head_dim: int, block_siz
     k, v = qkv[:, :kv_heads], qkv[:, 2 * kv_heads :]
     expected, _ = both_write(k, v, kv, None, [2, 2, 0, 4], [0, 1, 7, block_size - 1])
     assert same(kv, expected)
+
+
+@pytest.mark.parametrize("stored", [None, *QUANTIZED])
+def test_latent_vectors_are_written(stored: torch.dtype | None) -> None:
+    rng, width, size = generator(), 72, 16
+    if stored is None:
+        kv, scales = torch.full((3, 1, 1, size, width), torch.nan, device=DEVICE), None
+    else:
+        bytes_of = kv_quantization.slice_bytes(1, size, width, planes=1)
+        slices = torch.full((3, bytes_of), 0x7F, dtype=torch.uint8, device=DEVICE)
+        kv, scales = kv_quantization.views(slices, stored, kv_heads=1, block_size=size, head_dim=width, planes=1)
+    vectors = torch.randn((4, 1, width), generator=rng)
+    expected, expected_scales = both_write(vectors, None, kv, scales, [2, 2, -1, 1], [3, 4, 5, 15])
+    assert same(kv, expected)
+    assert expected_scales is None or same(scales, expected_scales)  # type: ignore[arg-type]
 
 
 def test_slots_outside_the_pool_are_skipped() -> None:

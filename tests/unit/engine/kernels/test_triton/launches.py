@@ -38,6 +38,29 @@ def attend(
         ops.prefill_attention(q, kv, scales, tables, starts, lengths, 0.1, q, singles=0, **keywords)
 
 
+def attend_to_latent(
+    ops: Any,
+    *,
+    rows: int,
+    heads: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+    deterministic: bool = False,
+) -> None:
+    """As `attend`, over latent vectors of DeepSeek's sizes, which are written first."""
+    kv = torch.empty((4, 1, 1, 64, 576), dtype=stored or dtype)
+    scales = None if stored is None else torch.empty((4, 1, 1, 64))
+    ids = torch.zeros(5, dtype=torch.int64)
+    ops.write_kv(torch.empty((5, 1, 576), dtype=dtype), None, kv, scales, ids, ids)
+    tables, lengths = torch.zeros((2, 64), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    q, out = (torch.empty((2 * rows, heads, width), dtype=dtype) for width in (576, 512))
+    starts = torch.zeros(3, dtype=torch.int32)
+    singles = 2 if rows == 1 else 0
+    ops.prefill_attention(
+        q, kv, scales, tables, starts, lengths, 0.1, out, singles=singles, deterministic=deterministic
+    )
+
+
 def _write(ops: Any, stored: torch.dtype | None = None) -> None:
     k = torch.empty((5, 8, 80), dtype=torch.bfloat16)
     kv = torch.empty((4, 8, 2, 64, 80), dtype=stored or torch.bfloat16)

@@ -48,9 +48,13 @@ class Case:
     exact: Tensor  # the pool's numbers in float64
     scale: float
     kind: AttentionKind = PLAIN
+    rest: int = 0  # elements of a latent vector behind its value
+
+    def empty(self) -> Tensor:
+        return torch.full((*self.q.shape[:2], self.q.shape[2] - self.rest), torch.nan).to(self.q)
 
     def prefill(self, **keywords: Any) -> Tensor:
-        out = torch.full_like(self.q, torch.nan)
+        out = self.empty()
         ops.prefill_attention(
             self.q, self.kv, self.scales, self.tables, self.starts, self.lengths, self.scale, out,
             kind=self.kind, **keywords,
@@ -58,14 +62,14 @@ class Case:
         return out
 
     def decode(self, **keywords: Any) -> Tensor:
-        out = torch.full_like(self.q, torch.nan)
+        out = self.empty()
         ops.decode_attention(
             self.q, self.kv, self.scales, self.tables, self.lengths, self.scale, out, kind=self.kind, **keywords
         )
         return out
 
     def expected(self) -> Tensor:
-        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
+        out = self.empty().double().cpu()
         reference.prefill_attention(
             self.q.double().cpu(), self.exact, None, self.tables.cpu(), self.starts.cpu(), self.lengths.cpu(),
             self.scale, out, kind=self.on_the_host(),
@@ -96,6 +100,7 @@ def make(
     seed: int | None = None,
     spare: int = 3,
     stride: int = 0,  # elements between blocks beyond their size
+    rest: int = 0,  # there is one plane, of latent vectors with so many elements behind their value
 ) -> Case:
     """Scatter random sequences over a poisoned pool."""
     rng = generator(seed)
@@ -103,24 +108,25 @@ def make(
     blocks = sum(used) + spare
     free = torch.randperm(blocks, generator=rng).tolist()
     tables = torch.full((len(sequences), max(used) + 1), 2**30, dtype=torch.int32)
-    exact = torch.full((blocks, kv_heads, 2, block_size, head_dim), torch.nan, dtype=torch.float64)
+    planes = 1 if rest else 2
+    exact = torch.full((blocks, kv_heads, planes, block_size, head_dim), torch.nan, dtype=torch.float64)
     scales = None
     if stored is not None:
-        scales = torch.full((blocks, kv_heads, 2, block_size), torch.nan)
+        scales = torch.full((blocks, kv_heads, planes, block_size), torch.nan)
     kv = torch.full(exact.shape, torch.nan, dtype=dtype) if stored is None else _poison(exact.shape, stored)
     for s, (_, total) in enumerate(sequences):
         for j in range(used[s]):
             block = free.pop()
             tables[s, j] = block
             n = min(block_size, total - j * block_size)
-            values = torch.randn((kv_heads, 2, n, head_dim), generator=rng)
+            values = torch.randn((kv_heads, planes, n, head_dim), generator=rng)
             if j == used[s] - 1:
-                values[:, 1, -1] *= LAST_TOKEN
+                values[:, -1, -1] *= LAST_TOKEN
             if scales is None:
                 kv[block, :, :, :n] = values.to(dtype)
                 exact[block, :, :, :n] = kv[block, :, :, :n].double()
             else:
-                factor = torch.rand((kv_heads, 2, n), generator=rng) * 0.01 + 0.002
+                factor = torch.rand((kv_heads, planes, n), generator=rng) * 0.01 + 0.002
                 scales[block, :, :, :n] = factor if stored == torch.int8 else factor * 0.3
                 factor = scales[block, :, :, :n, None]
                 codes = reference.to_stored(values / factor, kv.dtype)
@@ -136,7 +142,7 @@ def make(
     return Case(
         q.to(DEVICE), kv.to(DEVICE) if DEVICE == "cpu" or not stride else _to_device(kv),
         None if scales is None else scales.to(DEVICE), tables.to(DEVICE), counts.cumsum(0).int().to(DEVICE),
-        torch.tensor([total for _, total in sequences], dtype=torch.int32).to(DEVICE), exact, head_dim**-0.5,
+        torch.tensor([total for _, total in sequences], dtype=torch.int32).to(DEVICE), exact, head_dim**-0.5, rest=rest,
     )  # fmt: skip
 
 

@@ -123,6 +123,7 @@ def _fits(gpu: Gpu, launch: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("rows", [1, 200])
 def test_attention_in_float32(head_dim: int, rows: int) -> None:
     _fits(HOPPER, lambda ops: launches.attend(ops, dtype=torch.float32, head_dim=head_dim, rows=rows))
+    _fits(HOPPER, lambda ops: launches.attend_to_latent(ops, dtype=torch.float32, rows=rows))
 
 
 @pytest.mark.slow
@@ -139,6 +140,24 @@ def test_quantized_attention(gpu: Gpu, stored: torch.dtype, rows: int, block_siz
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (200, False), (8, True)])
 def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, deterministic: bool) -> None:
     _fits(gpu, lambda ops: launches.attend(ops, dtype=dtype, rows=rows, deterministic=deterministic))
+
+
+@pytest.mark.parametrize(("gpu", "rows", "heads"), [(HOPPER, 1, 128), (HOPPER, 200, 16)])
+def test_attention_to_latent_vectors(gpu: Gpu, rows: int, heads: int) -> None:
+    _fits(gpu, lambda ops: launches.attend_to_latent(ops, rows=rows, heads=heads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, AMPERE_SMALL, AMD])
+@pytest.mark.parametrize(("rows", "heads", "deterministic"), [(1, 16, False), (1, 128, False), (200, 128, True)])
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn])
+def test_attention_to_latent_vectors_elsewhere(
+    gpu: Gpu, rows: int, heads: int, deterministic: bool, stored: torch.dtype | None
+) -> None:
+    def launch(ops: Any) -> None:
+        launches.attend_to_latent(ops, rows=rows, heads=heads, deterministic=deterministic, stored=stored)
+
+    _fits(gpu, launch)
 
 
 @pytest.mark.parametrize(("gpu", "rows", "instruction"), [(HOPPER, 1, "mma.sync"), (AMPERE, 200, "mma.sync")])

@@ -9,7 +9,7 @@ from moonpool.engine.kernels.triton.tiles import Limits
 from moonpool.engine.kernels.triton.variants import JOINED, MANY, PART, SINGLES, WHOLE, AttentionShape, BatchShape
 
 HOPPER, SMALL = Limits(132, 227 << 10, float8=True, warpgroups=True), Limits(20, 99 << 10)
-HEADS = [(14, 2, 64), (9, 3, 64), (32, 8, 128), (16, 1, 256), (64, 64, 128)]
+HEADS = [(14, 2, 64), (9, 3, 64), (32, 8, 128), (16, 1, 256), (64, 64, 128), (16, 1, 576), (128, 1, 576)]
 
 
 @pytest.mark.parametrize("limits", [HOPPER, SMALL])
@@ -20,7 +20,8 @@ def test_no_batch_takes_a_variant_that_they_leave_out(
 ) -> None:
     draw = random.Random(tokens)
     for heads, kv_heads, head_dim in HEADS:
-        shape = AttentionShape(torch.bfloat16, torch.bfloat16, heads, kv_heads, head_dim, deterministic, limits)
+        rest = 64 if head_dim == 576 else 0
+        shape = AttentionShape(torch.bfloat16, torch.bfloat16, heads, kv_heads, head_dim, deterministic, limits, rest)
         batches = shape.batches(tokens, longest)
         assert all(batch.tokens <= tokens and batch.rows <= batch.context <= longest for batch in batches)
         known = {shape.variant(SINGLES if batch.rows == 1 else MANY, batch) for batch in batches}
