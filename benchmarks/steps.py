@@ -1,8 +1,8 @@
 """What a step costs the thread that gives a device its work: `python -m benchmarks.steps [--json]`.
 
 Steps of one stage of 32 layers in this process, with a device that does nothing: graphs are captured, and a replay
-returns at once. What is left is the host's share of a decode step. Times are of the thread's processor, so that other
-work on the machine counts little.
+returns at once. What is left is the host's share of a decode step, and of a prompt step, which has a graph for each
+layer. Times are of the thread's processor, so that other work on the machine counts little.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,14 +37,17 @@ from moonpool.engine.platforms.cpu import CpuStream
 from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.process_engine import RUN_STEPS
+from moonpool.engine.prompt_graphs import PromptGraphs
 
-LAYERS, CONTEXT, BLOCK_SIZE = 32, 256, 64
+LAYERS, CONTEXT, BLOCK_SIZE, PROMPT = 32, 256, 64, 1024
 WAYS = {
     "greedy": SamplingParams(temperature=0.0),
     "top-p": SamplingParams(temperature=0.8, top_p=0.95),
 }
 WANTED_US = {64: 150.0, 256: 400.0}
 """Microseconds of the host a step, by rows."""
+WANTED_LAYER_US = 40.0
+"""Microseconds of the host a captured layer."""
 
 
 class NothingCaptured:
@@ -105,6 +109,8 @@ class Steps:
         captures = GraphCache(longest, most_rows=rows)
         self.runner.graphs = DecodeGraphs(self.device, model, memory, captures, longest)
         self.runner.graphs.capture(self.device.compute, lambda what: None)
+        self.runner.prompt_graphs = PromptGraphs(self.device, model, memory, PROMPT, PROMPT)
+        self.runner.prompt_graphs.capture(self.device.compute, lambda what: None)
         self._numbers, self._rows = itertools.count(1), rows
 
     def run(self, params: SamplingParams, steps: int = RUN_STEPS) -> Callable[[], bool]:
@@ -122,6 +128,12 @@ class Steps:
         self.events.clear()
         self.runner.run(Step(next(self._numbers), sequences, steps=steps))
         return self.runner.go_on
+
+    def prompt(self, tokens: int, *, told: bool) -> Callable[[], bool]:
+        """Return what computes a step of a prompt without a token behind; `told`: layer by layer, as KV leaves."""
+        table = tuple(range(-(-tokens // BLOCK_SIZE)))
+        step = Step(next(self._numbers), (SequenceStep(bytes(4 * tokens), 0, table, None),), layer_events=told)
+        return partial(self.runner.run, step)
 
 
 @contextmanager
@@ -154,8 +166,25 @@ def step_us(steps: Steps, params: SamplingParams) -> float:
     return 1e6 * (time.thread_time() - begin) / (count + 1)
 
 
+def layer_us(compute: Callable[[], bool]) -> float:
+    """Microseconds of this thread a layer, of a prompt step."""
+    begin = time.thread_time()
+    compute()
+    return 1e6 * (time.thread_time() - begin) / LAYERS
+
+
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     """All rows."""
+    torch.set_num_threads(1)  # as an engine beside another one; threads that wait for cores count as time
+    with idle_steps(64) as steps:
+        for told in (False, True):
+            for _ in range(3):
+                layer_us(steps.prompt(PROMPT, told=told))
+            times = [layer_us(steps.prompt(PROMPT, told=told)) for _ in range(4 * options.runs)]
+            name = f"prompt step of {PROMPT} tokens, a layer" + (", told and stored" if told else "")
+            yield bounded(name, "us of the host", times, "wanted at most", WANTED_LAYER_US)
+        times = [step_us(steps, WAYS["greedy"]) / LAYERS for _ in range(1 + options.runs)][1:]
+        yield bounded("decode step, 64 rows, a layer", "us of the host", times, "wanted at most", WANTED_LAYER_US)
     for rows, wanted in WANTED_US.items():
         with idle_steps(rows) as steps:
             for way, params in WAYS.items():

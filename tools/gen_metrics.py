@@ -24,6 +24,7 @@ from moonpool.engine.histograms import EngineHistograms
 from moonpool.engine.instance import INSTANCE_METRICS
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS
 from moonpool.engine.loras import LORA_METRICS
+from moonpool.engine.picture_rows import PICTURE_METRICS
 from moonpool.engine.prefill.service import PREFILL_METRICS
 from moonpool.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
@@ -56,6 +57,7 @@ _INSTANCE = (
     READ_METRICS,
     LENDING_METRICS,
     LORA_METRICS,
+    PICTURE_METRICS,
     DIALER_METRICS,
     LISTENER_METRICS,
     INSTANCE_METRICS,

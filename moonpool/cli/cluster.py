@@ -186,6 +186,8 @@ def _attempt_text(attempt: Attempt) -> str:
             f"{attempt.loaded_tokens} loaded, {computed} computed{slow if attempt.overtaken_tokens else ''}; "
             f"{attempt.tokens} new tokens of the answer"
         )
+    if attempt.rows_tokens:
+        lines.append(f"encoded pictures ({attempt.rows_tokens} tokens) came from kvstores in {attempt.rows_s:.4f} s")
     if attempt.encode_s:
         lines.append(
             f"pictures took {attempt.encode_s:.4f} s of {attempt.prefill_s:.4f} s that the prompt was computed"

@@ -152,6 +152,8 @@ class Attempt:
         ended_s: time at which the placement was given up; 0 if not given up.
         overtaken_tokens: tokens computed while their load was under way, as the load took longer.
         encode_s: seconds of `prefill_s` that went into pictures.
+        rows_s: seconds before `queue_s` in which encoded pictures were read from kvstores.
+        rows_tokens: tokens of these pictures.
     """
 
     placement: Placement
@@ -176,6 +178,8 @@ class Attempt:
     ended_s: float = 0.0
     overtaken_tokens: int = 0
     encode_s: float = 0.0
+    rows_s: float = 0.0
+    rows_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from moonpool.conductor.core.events import (
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.prefix_holder import PrefixHolder
 from moonpool.conductor.core.routing import RoutingDecision
-from moonpool.conductor.core.store_pool import StoreView
+from moonpool.conductor.core.store_pool import RowsPlace, StoreView
 from moonpool.conductor.decode_streams import PromptOrder, StepsPool, StepsStream
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.proto_conversion import (
@@ -133,6 +133,7 @@ class InstanceCalls:
         if stores:
             request.write_back.CopyFrom(stores[0])
             request.replicas.extend(stores[1:])
+        self._name_rows(request.sequence, order.rows)
         return request
 
     async def _reserve(
@@ -213,7 +214,15 @@ class InstanceCalls:
             request.replicas.extend(
                 prefill_pb2.StoreReplica(instance=target, held_blocks=held) for target, held in targets[1:]
             )
+        self._name_rows(request.sequence, order.plan.rows)
         return request
+
+    def _name_rows(self, sequence: kv_pb2.SequenceSpec, rows: Sequence[RowsPlace | None]) -> None:
+        """Say where the encoded rows of a sequence's pictures are kept."""
+        for item, place in zip(sequence.media, rows, strict=False):
+            if place is not None and (store := self._find(place.store)) is not None:
+                item.rows_store.CopyFrom(store)
+                item.rows_held = place.held
 
     def _prefix_sources(self, plan: RoutingDecision) -> list[prefill_pb2.PrefixSource]:
         return [prefill_pb2.PrefixSource(instance=member, blocks=held) for member, held in self._members(plan.sources)]

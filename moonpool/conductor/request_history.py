@@ -80,7 +80,7 @@ class RequestHistory:
             attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
             attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.transport
             attempt.computed_s, attempt.overtaken_tokens = self.since_arrival_s, first.overtaken_tokens
-            attempt.encode_s = first.encode_s
+            attempt.encode_s, attempt.rows_s, attempt.rows_tokens = first.encode_s, first.rows_s, first.rows_tokens
             attempt.loads.extend(first.loads)
             attempt.chunks.extend(first.chunks)
         if not begun:

@@ -21,6 +21,7 @@ from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.grammar import check_grammar
 from moonpool.base.kv.keys import MAX_SALT_CHARS, block_keys, chain_root
 from moonpool.base.kv.media import MediaItem
+from moonpool.base.kv.picture_rows import row_keys
 from moonpool.base.pictures.rule import check_pictures, with_pictures
 from moonpool.base.rpc.messages import MESSAGE_BYTES
 from moonpool.base.runtime.tenant_turns import TenantTurns
@@ -216,6 +217,7 @@ def read_request(
         session=session_from_proto(message.session) if message.HasField("session") else None,
         expected_tokens=min(message.expected_output_tokens, sampling.max_tokens),
         pictures=tuple((item.begin, item.end) for item in media),
+        row_keys=tuple(row_keys(served.namespace, message.tenant, item.digest, 1)[0] for item in media),
     )
     return ValidRequest(
         spec=spec,

@@ -156,8 +156,8 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed; off = kernels are "
-        "launched one by one",
+        description="auto = on a GPU, decode steps and the layers of prompts are captured as CUDA graphs and replayed; "
+        "off = kernels are launched one by one",
     )
     int8_head: Literal["auto", "off"] = Field(
         "auto",
@@ -213,6 +213,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     def most_decoded(self) -> int:
         """Sequences of the largest decode step; 0 where there are no such steps."""
         return 0
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether whole prompts are computed, rather than the last tokens of prompts alone."""
+        return True
 
     @property
     def link_rate(self) -> float | None:

@@ -14,16 +14,17 @@ all streams for tenths of a second. A shape without a graph takes the next large
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moonpool.base.scheduling.steps import Step
 from moonpool.engine.footprint import LOGIT_ROWS, MAX_GRAPH_BYTES
+from moonpool.engine.graph_inputs import GraphInputs
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.stage import StageModel
@@ -38,16 +39,8 @@ _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS + 1, 32))
 _LEAST_CONTEXT, _WIDER = 1024, 4
 _SAMPLED_ROWS = (1, 4, 16, 64, 128, MAX_GRAPH_ROWS)
 """Rows of a graph of the head: products of few rows take as long as the weights need."""
-_PADDING = {
-    "token_ids": 0, "positions": 0, "live": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0,
-}  # fmt: skip
-"""Values for rows without a sequence: such rows read one pool slot and write none. `live`: tokens of a row's step."""
-_SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
-"""The same, of inputs that there are only if the pool has window slots."""
-_INT32 = ("context_lens", "block_tables", "slot_tables")
-"""The other inputs are int64."""
-_ALIGNED = 128
-"""Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
+_BY_ROW = ("token_ids", "positions", "live", "block_ids", "offsets", "context_lens")
+"""Inputs of a row; `live`: tokens of the row's step."""
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +55,14 @@ class GraphShape:
 def next_size(values: Sequence[int], at_least: int) -> int | None:
     """Return the first of rising values that is not less; None when all are."""
     return next((value for value in values if value >= at_least), None)
+
+
+def contexts_up_to(longest: int) -> list[int]:
+    """Return the contexts that graphs are captured for, rising; `longest` is the last."""
+    contexts = [_LEAST_CONTEXT]
+    while contexts[-1] < longest:
+        contexts.append(contexts[-1] * _WIDER)
+    return [*contexts[:-1], longest]
 
 
 class GraphCache:
@@ -82,10 +83,7 @@ class GraphCache:
         most_graphs: int = MAX_GRAPHS,
         most_bytes: int = MAX_GRAPH_BYTES,
     ) -> None:
-        self._contexts = [_LEAST_CONTEXT]
-        while self._contexts[-1] < longest:
-            self._contexts.append(self._contexts[-1] * _WIDER)
-        self._contexts[-1] = longest
+        self._contexts = contexts_up_to(longest)
         largest = next_size(_GRAPH_ROWS, most_rows) or MAX_GRAPH_ROWS
         self._rows = [rows for rows in _GRAPH_ROWS if rows <= largest]
         while len(self._rows) > 1 and len(self._rows) * len(self._contexts) > most_graphs:
@@ -133,48 +131,6 @@ class GraphCache:
         self.stopped = why
 
 
-class _Inputs:
-    """A graph's inputs in one run of bytes: one copy brings them to the device.
-
-    Args:
-        shape: the graph's shape.
-        blocks: that a row's table has.
-        slots: whether the pool has window slots.
-    """
-
-    def __init__(self, shape: GraphShape, blocks: int, *, slots: bool) -> None:
-        self._padding = _PADDING | (_SLOT_PADDING if slots else {})
-        self._parts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
-        self.nbytes = 0
-        for name in sorted(self._padding, key=lambda name: name.endswith("_tables")):
-            size = (shape.rows, blocks) if name.endswith("_tables") else (shape.rows,)
-            length = math.prod(size) * (4 if name in _INT32 else 8)
-            self._parts[name] = self.nbytes, self.nbytes + length, size
-            # What has no table lies at the same place for all shapes: graphs of the head write tokens there.
-            most = length if len(size) > 1 else 8 * MAX_GRAPH_ROWS
-            self.nbytes += -(-most // _ALIGNED) * _ALIGNED
-
-    def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return the inputs in `memory`, uint8 [at least `nbytes`]."""
-        return {
-            name: memory[begin:end].view(torch.int32 if name in _INT32 else torch.int64).view(size)
-            for name, (begin, end, size) in self._parts.items()
-        }
-
-    def packed(self, batch: PackedBatch | None) -> Tensor:
-        """Return what is to be copied: a batch, padded; None: only padding."""
-        memory = torch.empty(self.nbytes, dtype=torch.uint8)
-        for name, view in self.views(memory).items():
-            array = view.numpy()
-            array.fill(self._padding[name])
-            if batch is not None and name == "live":
-                array[: batch.num_tokens] = 1
-            elif batch is not None:
-                given = getattr(batch, name).numpy()[..., : array.shape[-1]] if array.ndim > 1 else getattr(batch, name)
-                array[tuple(map(slice, given.shape))] = given
-        return memory
-
-
 def _to_next_places(inputs: dict[str, Tensor], block_size: int) -> None:
     """Move each row with a sequence to the place of the sequence's next token, within captured work."""
     live, positions = inputs["live"], inputs["positions"]
@@ -203,7 +159,7 @@ class DecodeGraphs:
     def __init__(self, device: Device, model: StageModel, memory: KVMemory, captures: GraphCache, longest: int) -> None:
         self._device, self._model, self._memory, self._captures = device, model, memory, captures
         self._graphs: dict[GraphShape, CapturedGraph] = {}
-        self._inputs_of: dict[GraphShape, _Inputs] = {}
+        self._inputs_of: dict[GraphShape, GraphInputs] = {}
         self._block_size = memory.block_size
         where = device.torch_device
         self._hidden = torch.zeros(MAX_GRAPH_ROWS, model.config.hidden_size, dtype=model.dtype, device=where)
@@ -298,20 +254,24 @@ class DecodeGraphs:
         self._graphs[shape].replay()
         return self._states[: batch.num_tokens].clone()
 
-    def _inputs(self, shape: GraphShape) -> _Inputs:
+    def _inputs(self, shape: GraphShape) -> GraphInputs:
         if shape not in self._inputs_of:
-            blocks = -(-shape.context // self._block_size)
-            self._inputs_of[shape] = _Inputs(shape, blocks, slots=self._memory.slot_of is not None)
+            table = (shape.rows, -(-shape.context // self._block_size))
+            sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_ROW, (shape.rows,))
+            if self._memory.slot_of is not None:
+                sizes |= {"slot_ids": (shape.rows,), "slot_tables": table}
+            # What has no table lies at the same place for all shapes: graphs of the head write tokens there.
+            inputs = GraphInputs(sizes | {"block_tables": table}, least_bytes=8 * MAX_GRAPH_ROWS)
+            self._inputs_of[shape] = inputs
         return self._inputs_of[shape]
 
     def _fill(self, shape: GraphShape, batch: PackedBatch | None) -> None:
-        """Copy a batch to the graph's inputs; None: rows without a sequence.
-
-        From pinned memory, so that the host need not wait.
-        """
-        packed = self._inputs(shape).packed(batch)
-        pinned = packed.pin_memory() if self._device.torch_device.type == "cuda" else packed
-        self._memory_of_inputs[: len(packed)].copy_(pinned, non_blocking=True)
+        """Copy a batch to the graph's inputs; None: rows without a sequence."""
+        inputs, values = self._inputs(shape), {}
+        if batch is not None:
+            values = {name: getattr(batch, name).numpy() for name in inputs.names if name != "live"}
+            values["live"] = np.ones(batch.num_tokens, np.int64)
+        inputs.send(values, self._memory_of_inputs)
 
     def _layers(self, shape: GraphShape) -> None:
         """Compute the layers of a step: captured work, independent of the buffers' content."""

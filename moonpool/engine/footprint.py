@@ -6,7 +6,7 @@ step, each at its largest. The allocator keeps memory once used (`moonpool.engin
 what stays.
 
 A device with separate memory holds the weights, a pool as large as the host's, a work space, which is worked out too,
-and decode graphs. A pool that leaves the others no room is refused.
+and captured graphs. A pool that leaves the others no room is refused.
 
 Answers with a given format (`moonpool.engine.structured_output`) bring in the tokenizer, and grammars and parsers,
 whose library does not tell their size: when the whole process comes near the bound, they are dropped and made anew.
@@ -24,6 +24,8 @@ from moonpool.engine.messages import DeviceFootprint, EngineSpec
 
 MAX_GRAPH_BYTES = 512 << 20
 """Device memory for all a stage's graphs."""
+MAX_PROMPT_GRAPH_BYTES = 512 << 20
+"""Device memory for all graphs of prompts' layers, which share their work space."""
 LOGIT_ROWS = 64
 """Logits rows held at once: a row with 152k tokens has 0.6 MB."""
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
@@ -44,6 +46,8 @@ _STATE_COPIES = 5
 """Of one layer's states, while they are computed (`moonpool.engine.models.recurrent`)."""
 _SCORE_BYTES = 32 << 20
 """An indexer's scores of some rows, and keys that are gathered for some rows (`moonpool.engine.kernels.sparse`)."""
+_STATES = 3
+"""Copies of a row's states in a layer, at most, where torch computes."""
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
 """Programs per multiprocessor whose results are held separately; tokens of a part in deterministic mode."""
 _DEVICE_SLACK_BYTES = 256 << 20
@@ -66,7 +70,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
     rows, element = max_rows(engine), 4 if engine.dtype == "float32" else 2
     longest = max_sequence_tokens(model, engine)
     parts = [
-        rows * _row_elements(model) * element * (1 if native else 3),
+        rows * _row_elements(model) * element * (1 if native else _STATES),
         rows * model.head_dim * 3 * 4 * 2,  # rotations
         _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
         _widened_bytes(model, rows, threads) if native else 0,
@@ -87,7 +91,19 @@ def device_footprint(
 ) -> DeviceFootprint:
     """Return the bytes that one stage holds in device memory. `weights`, `pool`, `loras`: bytes, as they are held."""
     graphs = MAX_GRAPH_BYTES if engine.graph_rows else 0
+    graphs += MAX_PROMPT_GRAPH_BYTES if prompt_graph_tokens(model, engine) else 0
     return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, loras)
+
+
+def prompt_graph_tokens(model: ModelConfig, engine: EngineSpec) -> int:
+    """Return the most tokens of a prompt step whose layers may be graphs; 0 where none are.
+
+    In deterministic mode results of parts of the keys would fill the graphs' memory.
+    """
+    if not engine.graph_prompts or engine.deterministic:
+        return 0
+    element = 4 if engine.dtype == "float32" else 2
+    return min(max_rows(engine), MAX_PROMPT_GRAPH_BYTES // (_row_elements(model) * element * _STATES))
 
 
 def lora_bytes(model: ModelConfig, engine: EngineSpec, layer_begin: int, layer_end: int) -> int:
@@ -138,7 +154,7 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
     longest = max_sequence_tokens(model, engine)
     splits = 2 * (longest // _EXACT_TOKENS + 1) if engine.deterministic else _SPLIT_PROGRAMS
     parts = [
-        rows * _row_elements(model) * element * 3,
+        rows * _row_elements(model) * element * _STATES,
         rows * model.head_dim * 3 * 4 * 2,  # rotations
         splits * _PROCESSORS * _TILE_ROWS * (model.head_dim + 2) * 4,
         _recurrent_bytes(model, engine),

@@ -1,4 +1,4 @@
-"""The mode that replays all layers of a decode step as one captured graph.
+"""The mode that replays captured graphs: all layers of a decode step as one, and of other steps layer by layer.
 
 If the rows sample plainly (`moonpool.engine.sampling.captured`), graphs also choose the tokens, and feed them to the
 run's next step. Then the device is given that step before the host has read the tokens of the step before. If the run
@@ -10,8 +10,11 @@ from functools import partial
 
 from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import GraphShape
+from moonpool.engine.kv_gate import StepState
 from moonpool.engine.layer_run import LayerRun
 from moonpool.engine.models.inference_mode import in_inference_mode
+from moonpool.engine.models.native_step import Progress
+from moonpool.engine.prompt_graphs import ChunkShape
 from moonpool.engine.run_mode import StageParts
 from moonpool.engine.sampling.captured import PlainRows, is_plain
 from moonpool.engine.step_run import StepRun, StepStart
@@ -26,7 +29,7 @@ _OF_LATE = 1 / 16
 
 
 class GraphRun(LayerRun):
-    """Computes steps for which a graph was captured; other steps go layer by layer."""
+    """Computes steps for which graphs were captured; the layers of other steps are launched one by one."""
 
     def __init__(self, stage: StageParts) -> None:
         super().__init__(stage)
@@ -46,17 +49,17 @@ class GraphRun(LayerRun):
             run.ahead = self._steps_ahead(run, run.plain)
         return super().compute(run, times) if run.ahead is None else self._go_on(run, run.ahead, times)
 
-    def _shape(self, run: StepRun, later: int = 0) -> GraphShape | None:
+    def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
+        shape, graphs = self._decode_shape(run), self._stage.prompt_graphs
+        return graphs.shape(run.packed) if shape is None and graphs is not None and _captures(run) else shape
+
+    def _decode_shape(self, run: StepRun, later: int = 0) -> GraphShape | None:
         graphs = self._stage.graphs
-        # A graph has no products of adapters in it, no rows of pictures, and no positions but the tokens' places.
-        plain = run.packed.loras is None and run.packed.rope_positions is None
-        if graphs is None or not plain or run.has_media:
-            return None
-        return graphs.shape(run.step, run.packed, later)
+        return None if graphs is None or not _captures(run) else graphs.shape(run.step, run.packed, later)
 
     def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
-        graphs, shape = self._stage.graphs, self._shape(run, run.left)
+        graphs, shape = self._stage.graphs, self._decode_shape(run, run.left)
         if graphs is None or shape is None or not graphs.samples(run.packed.num_tokens, rows.choice):
             return None
         if self._stage.kv_gates.dropped(run.step.step_id):
@@ -87,19 +90,46 @@ class GraphRun(LayerRun):
 
     def _compute(self, run: StepRun) -> bool:
         """Give all the stage's layers to the stream as one graph; return False if the step was aborted before."""
-        if run.shape is None:
+        if isinstance(run.shape, ChunkShape):
+            self._stage.platform.stream.run(partial(self._begin_layers, run, run.shape))
+        if not isinstance(run.shape, GraphShape):
             return super()._compute(run)
         if self._stage.kv_gates.aborted(run.step.step_id):  # once begun, a graph goes through all layers
             return False
         layers, memory = range(self._stage.model.layer_begin, self._stage.model.layer_end), self._stage.platform.memory
         for layer in layers:
             memory.prepare_layer(layer)
-        self._stage.platform.stream.run(partial(self._replay, run))
+        self._stage.platform.stream.run(partial(self._replay, run, run.shape))
         for layer in layers:
             memory.finish_layer(layer, None)
         return True
 
-    def _replay(self, run: StepRun) -> None:
+    # --- in the stream ---------------------------------------------------------------------------------------------
+
+    def _replay(self, run: StepRun, shape: GraphShape) -> None:
         assert self._stage.graphs is not None
-        assert run.shape is not None
-        run.hidden = self._stage.graphs.run(run.shape, run.batch, run.hidden)
+        run.hidden = self._stage.graphs.run(shape, run.batch, run.hidden)
+
+    def _begin_layers(self, run: StepRun, shape: ChunkShape) -> None:
+        assert self._stage.prompt_graphs is not None
+        self._stage.prompt_graphs.begin(shape, run.batch, run.hidden)
+
+    def _compute_layers(
+        self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None
+    ) -> None:
+        graphs = self._stage.prompt_graphs
+        if graphs is None or not isinstance(run.shape, ChunkShape):
+            super()._compute_layers(first, last, run, signals, progress)
+            return
+        for layer in range(first, last):
+            graphs.run(run.shape, layer)
+        if last == self._stage.model.layer_end:
+            run.hidden = graphs.states(run.packed.num_tokens)
+
+
+def _captures(run: StepRun) -> bool:
+    """Tell whether graphs have what a step computes.
+
+    They have no products of adapters, no rows of pictures, and no positions but the tokens' places.
+    """
+    return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media

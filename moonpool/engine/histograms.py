@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import Histogram
 
-from moonpool.base.scheduling.steps import ENCODER, MEMORY, PlacedPicture
+from moonpool.base.scheduling.steps import ENCODER, MEMORY, STORE, PlacedPicture
 from moonpool.base.telemetry.prometheus import SECONDS, PrometheusMetrics
 
 COUNTS = tuple(float(1 << power) for power in range(0, 17, 2))
@@ -24,7 +24,7 @@ class EngineHistograms:
         sequences: sequences in a step.
         tokens: tokens that a step computes.
         load_s: seconds of a load, by kind of the source: "peer" or "kvstore".
-        picture_s: seconds until a picture's rows were there, by source: "encoder" or "memory".
+        picture_s: seconds until a picture's rows were there, by source: "encoder", "memory" or "kvstore".
         send_s: seconds in which pieces of a prompt's KV were handed to the transport.
     """
 
@@ -44,12 +44,12 @@ class EngineHistograms:
             self.load_s.labels(source)
         self.picture_s = histogram(
             "picture_seconds",
-            "Seconds of a step until the rows of a picture were there, by source: `encoder`, or `memory`, which keeps "
-            "rows of pictures that come again.",
+            "Seconds of a step until the rows of a picture were there, by source: `encoder`; `memory`, which keeps "
+            "rows of pictures that come again; `kvstore`, from which rows come with the step.",
             SECONDS,
             "source",
         )
-        for source in (ENCODER, MEMORY):
+        for source in (ENCODER, MEMORY, STORE):
             self.picture_s.labels(source)
         self.send_s = histogram(
             "send_seconds", "Seconds in which pieces of a prompt's KV were handed to the transport.", SECONDS

@@ -13,6 +13,7 @@ from moonpool.engine.models.native_step import Progress
 from moonpool.engine.models.stage import SAMPLED
 from moonpool.engine.models.whole_pictures import PictureRows, with_rests
 from moonpool.engine.parallel.ranks import Ranks
+from moonpool.engine.prompt_graphs import ChunkShape
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler
@@ -77,7 +78,7 @@ class LayerRun(RunMode):
         if run.shape is None and self._stage.platform.torch_device.type != "cpu":
             self._stage.platform.stream.run(partial(self._move_batch, run))
         if self._stage.model.is_first:
-            if run.shape is None:  # a graph has the embedding in it
+            if run.shape is None:  # graphs have the embedding in them
                 self._stage.platform.stream.run(partial(self._embed, run))
             return True
         hidden = self._stage.links.receive(run.step.step_id, run.packed.num_tokens)
@@ -87,8 +88,8 @@ class LayerRun(RunMode):
         self._stage.platform.stream.run(partial(self._move_hidden, run))
         return True
 
-    def _shape(self, run: StepRun) -> GraphShape | None:
-        """Return the shape of a graph that computes the step; None: layers are computed."""
+    def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
+        """Return the shape of the graphs that compute the step; None: layers are launched."""
         del run
         return None
 

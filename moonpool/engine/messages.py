@@ -62,6 +62,8 @@ class EngineSpec:
     graph_rows: int = 64
     """Sequences of the largest decode step that is captured as a graph, where the device is not a plain CPU; 0 = there
     are no graphs, which are of no use to prefill."""
+    graph_prompts: bool = True
+    """The layers of prompt steps are captured as graphs, where the device is not a plain CPU."""
     int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     model_impl: ModelImpl = "auto"
@@ -304,7 +306,7 @@ class DeviceFootprint:
         weights: the layers' weights.
         pool: KV, as large as the device's part of the host's pool.
         work: everything that steps need.
-        graphs: decode graphs; 0 where there are none.
+        graphs: captured graphs; 0 where there are none.
         loras: LoRA adapters, as many and as large as may be loaded.
     """
 

@@ -70,7 +70,7 @@ class StageRunner(StageParts):
 
     @property
     def _on_stream(self) -> RunMode:
-        return self._layers if self.graphs is None else self._graphs
+        return self._layers if self.graphs is None and self.prompt_graphs is None else self._graphs
 
     def _compute(self, mode: RunMode, run: StepRun, times: StepStart) -> bool:
         following = mode.compute(run, times)

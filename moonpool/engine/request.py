@@ -5,8 +5,8 @@ Every accepted request is safe to compute: the model has every token id.
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Self
 
@@ -23,7 +23,7 @@ from moonpool.base.pictures.rule import check_pictures, grid_of, with_pictures
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SUPPRESSED_TOKENS, SCORED_TOKEN_COST
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.base.scheduling.steps import SequenceSampling, TokenHistory
+from moonpool.base.scheduling.steps import PlacedPicture, SequenceSampling, TokenHistory
 from moonpool.base.scheduling.thinking import MAX_MARK_TOKENS, ThinkingBudget
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
@@ -36,6 +36,36 @@ LORA_ID_BYTES = 32
 MAX_PENDING_READS = 1024
 MAX_LOOKED_AT = 1024
 """Digests of pictures that are known to be whole."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestRows:
+    """The rows of one request's pictures.
+
+    Attributes:
+        known: rows from kvstores, by digest, until a step takes them.
+        wanted: where rows shall go once they are encoded, by digest.
+        placed: is told of each picture that a step has put into the prompt.
+        seconds: that reading has taken.
+        tokens: of the pictures that were read.
+    """
+
+    known: dict[bytes, bytes]
+    wanted: Mapping[bytes, kv_pb2.Instance]
+    placed: Callable[[PlacedPicture], None]
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def for_step(self, media: Sequence[MediaItem]) -> dict[bytes, bytes]:
+        """Return what a step with these pictures is told (`SequenceStep.picture_rows`); rows are told once."""
+        told = {item.digest: b"" for item in media if item.digest in self.wanted}
+        return told | {item.digest: self.known.pop(item.digest) for item in media if item.digest in self.known}
+
+    def computed(self, index: int, pictures: Sequence[PlacedPicture]) -> None:
+        """A step is over; `index`: the sequence's there."""
+        for picture in pictures:
+            if picture.index == index:
+                self.placed(picture)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +81,7 @@ class IncomingRequest:
         lora: id of the LoRA adapter; b"" = the base model.
         media: pictures in the prompt, in order.
         rope_shifts: M-RoPE: ends of pictures, and by how much the positions behind them differ from the tokens' places.
+        rows: encoded rows of the pictures, where kvstores keep such; None = they do not.
     """
 
     request_id: str
@@ -61,6 +92,7 @@ class IncomingRequest:
     lora: bytes = b""
     media: tuple[MediaItem, ...] = ()
     rope_shifts: tuple[tuple[int, int], ...] = ()
+    rows: RequestRows | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_proto(
@@ -176,6 +208,10 @@ class IncomingRequest:
     def media_in(self, start: int, end: int) -> tuple[MediaItem, ...]:
         """Return the pictures with tokens at the positions [start, end)."""
         return tuple(overlapping(self.media, start, end)) if self.media else ()
+
+    def rows_for(self, media: Sequence[MediaItem]) -> Mapping[bytes, bytes]:
+        """Return `SequenceStep.picture_rows` of a step that computes these of the pictures."""
+        return self.rows.for_step(media) if self.rows is not None and media else {}
 
     def parents(self) -> list[BlockKey]:
         """For each of the request's keys, the key before in the chain."""

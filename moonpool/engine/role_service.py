@@ -27,7 +27,8 @@ from moonpool.engine.config import EngineConfig
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, Handover, InstanceContext, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolCalls, PoolReads
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
-from moonpool.engine.request import RequestReader
+from moonpool.engine.picture_rows import PICTURE_METRICS, PictureStores
+from moonpool.engine.request import IncomingRequest, RequestReader
 from moonpool.v1 import kv_pb2
 
 CONNECT_TIMEOUT_S = 2.0
@@ -85,6 +86,7 @@ class RoleService(ABC):
         request_reader: reads and checks requests.
         deletions: deletions carried out here.
         write_back: writes full blocks to kvstores.
+        rows: reads encoded pictures from kvstores, and writes them; None: nothing is encoded here.
         streams: long-lived streams of this role.
         closing: set when long-lived streams are to end.
         manager: the pool's blocks; keys and events are reported to the conductor.
@@ -115,8 +117,24 @@ class RoleService(ABC):
             world.monotonic,
             self.deletions.matching,
         )
+        self.rows = self._open_rows()
         self.streams = OpenStreams()
         self.closing = asyncio.Event()
+
+    def _open_rows(self) -> PictureStores | None:
+        """What reads and writes encoded pictures; None: nothing is encoded here."""
+        setup, rule = self.setup, self.setup.pictures
+        if isinstance(rule, str) or not setup.row_bytes:
+            return None
+        open_endpoint = partial(self.context.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
+        deletions = self.deletions
+        return PictureStores(
+            setup.namespace, rule, setup.row_bytes, open_endpoint, lambda tenant: deletions.matching((), tenant)
+        )
+
+    async def with_rows(self, incoming: IncomingRequest, asked: kv_pb2.SequenceSpec) -> IncomingRequest:
+        """Return a request with the rows of its pictures that kvstores give."""
+        return incoming if self.rows is None else await self.rows.added(incoming, asked.media)
 
     def executor_parts(self, journal: JournalWriter | None) -> ExecutorParts:
         """What the role's executor works with; `journal` records the scheduler's events."""
@@ -161,7 +179,8 @@ class RoleService(ABC):
         """
         executor = self._executor
         try:
-            await run_together(self.write_back.run(), executor.run(), executor.failure())
+            rows = () if self.rows is None else (self.rows.run(),)
+            await run_together(self.write_back.run(), *rows, executor.run(), executor.failure())
         finally:
             self.closing.set()
             self.end_requests()
@@ -194,7 +213,8 @@ class RoleService(ABC):
     async def drained(self) -> None:
         """Wait until no request is left, and nobody reads or writes blocks. The caller bounds the wait."""
         await self._executor.empty.wait()
-        await asyncio.gather(self.write_back.idle(WRITE_BACK_GRACE_S), self.reads.idle(READ_GRACE_S))
+        rows = () if self.rows is None else (self.rows.idle(WRITE_BACK_GRACE_S),)
+        await asyncio.gather(self.write_back.idle(WRITE_BACK_GRACE_S), self.reads.idle(READ_GRACE_S), *rows)
 
     @property
     @abstractmethod
@@ -216,7 +236,8 @@ class RoleService(ABC):
     def metrics(self) -> MetricSet:
         """Return what both roles report."""
         metrics = self.context.metrics().add(WRITE_BACK_METRICS, self.write_back).add(LORA_METRICS, self.loras)
-        return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.lending)
+        metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.lending)
+        return metrics if self.rows is None else metrics.add(PICTURE_METRICS, self.rows)
 
 
 class PoolServicer:

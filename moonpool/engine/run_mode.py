@@ -20,6 +20,7 @@ from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import Links
 from moonpool.engine.platforms.base import DeviceEvent
 from moonpool.engine.platforms.stage_platform import StagePlatform
+from moonpool.engine.prompt_graphs import PromptGraphs
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput
 from moonpool.engine.structured_output import MaskBuilder, PendingMasks
@@ -46,7 +47,9 @@ class StageParts:
     (`moonpool.engine.cpu_sharing`).
     """
     graphs: DecodeGraphs | None = None
-    """Graphs of decode steps; None: no step is a graph."""
+    """Graphs of decode steps; None: no decode step is a graph."""
+    prompt_graphs: PromptGraphs | None = None
+    """Graphs of the layers of other steps; None: their layers are launched."""
     max_lora_rank: int = 0
     """Largest rank of a LoRA adapter; 0: none is loaded."""
     loras: dict[bytes, StageLora] = field(default_factory=dict)

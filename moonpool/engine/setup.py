@@ -29,7 +29,7 @@ from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.families.ranks import SETTING, check_ranks
 from moonpool.base.kv.keys import namespace
-from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.layout import ELEMENT_BYTES, KVLayout
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.pictures.base import PictureRule
 from moonpool.base.scheduling.latency import Speeds
@@ -61,6 +61,7 @@ class EngineSetup:
         max_tokens: longest sequence, tokens.
         link_rate: bytes of KV sent per second at most; None = unlimited.
         pictures: what the model makes of pictures; a text says why none are taken.
+        row_bytes: bytes of an encoded picture's row, those for later layers included; 0 = nothing is encoded.
     """
 
     spec: EngineSpec
@@ -69,6 +70,7 @@ class EngineSetup:
     max_tokens: int
     link_rate: float | None = None
     pictures: PictureRule | str = "the checkpoint has no encoder of pictures"
+    row_bytes: int = 0
 
     @property
     def layout(self) -> KVLayout:
@@ -151,6 +153,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_share=config.core_share,
         device=config.device,
         graph_rows=config.most_decoded if config.cuda_graphs == "auto" else 0,
+        graph_prompts=config.takes_prompts and config.cuda_graphs == "auto",
         int8_head=(decode or config.either_role)
         and stages == config.tensor_parallel_size == 1
         and config.int8_head == "auto",
@@ -172,7 +175,11 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         pictures = (
             f"not with {stages} stages: the encoder adds to {pictures.added_layers} layers, the first has {first}"
         )
-    return dataclasses.replace(_instance_setup(config, declared, spec, fingerprint), pictures=pictures)
+    row_bytes = 0
+    if not isinstance(pictures, str):
+        row_bytes = (1 + pictures.added_layers) * model.hidden_size * ELEMENT_BYTES[dtype]
+    setup = _instance_setup(config, declared, spec, fingerprint)
+    return dataclasses.replace(setup, pictures=pictures, row_bytes=row_bytes)
 
 
 def weights_folder() -> Path:

@@ -100,8 +100,9 @@ class StageLoader:
             MoonpoolError: as `moonpool.engine.start_engine.start_engine` documents.
         """
         from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-        from moonpool.engine.footprint import max_rows, max_sequence_tokens
+        from moonpool.engine.footprint import max_rows, max_sequence_tokens, prompt_graph_tokens
         from moonpool.engine.model_runner import StageRunner
+        from moonpool.engine.prompt_graphs import PromptGraphs
         from moonpool.engine.warm_up import warm_up
 
         platform, footprint = self._open_platform()
@@ -118,6 +119,9 @@ class StageLoader:
         if self.device is not None and self.engine.graph_rows and not self.config.decoder.not_captured:
             cache = GraphCache(longest, most_rows=self.engine.graph_rows)
             runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
+        most = prompt_graph_tokens(self.config, self.engine)
+        if self.device is not None and most and not self.config.decoder.not_captured:
+            runner.prompt_graphs = PromptGraphs(self.device, self.model, platform.memory, longest, most)
         if self.device is not None:
             warm_up(runner, max_rows(self.engine), longest, lambda what: self.channel.send(StageStarting(what)))
         return runner, footprint

@@ -16,6 +16,7 @@ from moonpool.engine.messages import StageDone
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.platforms.base import DeviceEvent
+from moonpool.engine.prompt_graphs import ChunkShape
 from moonpool.engine.sampling.captured import PlainRows
 from moonpool.engine.step_sampler import StepOutput, StepSampler
 from moonpool.engine.steps_ahead import StepsAhead
@@ -42,9 +43,9 @@ class StepRun:
     left: int
     """Steps after this one, at most."""
     batch: PackedBatch = field(init=False)
-    """`packed` on the device; on the host if a graph computes the step."""
-    shape: GraphShape | None = None
-    """Shape of the step's graph; None: no graph."""
+    """`packed` on the device; on the host if graphs compute the step."""
+    shape: GraphShape | ChunkShape | None = None
+    """Shape of the step's graph, or of its layers' graphs; None: no graph."""
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; empty before the embedding
     sampler: StepSampler | None = None
     """Set from the first sampling on."""

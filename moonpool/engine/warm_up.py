@@ -41,7 +41,13 @@ def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say:
         say: told how far this has come.
     """
     quiet = replace(
-        runner, links=_NoNeighbours(runner.model), kv_gates=KVGates(), emit=lambda event: None, masks=None, graphs=None
+        runner,
+        links=_NoNeighbours(runner.model),
+        kv_gates=KVGates(),
+        emit=lambda event: None,
+        masks=None,
+        graphs=None,
+        prompt_graphs=None,
     )
     steps = list(_steps(runner, max_num_batched_tokens, longest))
     copies = ((0, 1),) if runner.platform.memory.blocks > 1 else ()
@@ -50,6 +56,8 @@ def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say:
         quiet.run(Step(number, sequences, copies=copies))
     if runner.graphs is not None:
         runner.graphs.capture(runner.platform.stream, say)
+    if runner.prompt_graphs is not None:
+        runner.prompt_graphs.capture(runner.platform.stream, say)
 
 
 def _steps(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> Iterator[tuple[SequenceStep, ...]]:

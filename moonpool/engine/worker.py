@@ -136,6 +136,7 @@ def import_libraries() -> None:
 def describe_compute(runner: "StageRunner") -> str:
     """Return what computes the stage's steps, for `WorkerReady`."""
     model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
+    graphs += "" if runner.prompt_graphs is None else "; prompts as graphs of layers"
     layers = described_ways(model.not_native, model.layer_begin)
     return f"{model.kernels}, {layers}{graphs}"
 

@@ -1312,6 +1312,7 @@ class SpeedReport(_message.Message):
     PREFILL_PER_CACHED_TOKEN_S_FIELD_NUMBER: _builtins.int
     PEER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     ENCODE_PER_TOKEN_S_FIELD_NUMBER: _builtins.int
+    ROWS_PER_TOKEN_S_FIELD_NUMBER: _builtins.int
     prefill_base_s: _builtins.float
     """Fixed seconds per prefill step."""
     prefill_per_token_s: _builtins.float
@@ -1336,6 +1337,8 @@ class SpeedReport(_message.Message):
     """Bytes per second at which KV is read from other prefill and decode instances; 0 = as from the store."""
     encode_per_token_s: _builtins.float
     """Seconds per token of a picture that is encoded."""
+    rows_per_token_s: _builtins.float
+    """Seconds per token of a picture whose encoded rows are read from a kvstore."""
     def __init__(
         self,
         *,
@@ -1351,10 +1354,11 @@ class SpeedReport(_message.Message):
         prefill_per_cached_token_s: _builtins.float = ...,
         peer_bytes_per_s: _builtins.float = ...,
         encode_per_token_s: _builtins.float = ...,
+        rows_per_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "encode_per_token_s", b"encode_per_token_s", "load_bytes_per_s", b"load_bytes_per_s", "peer_bytes_per_s", b"peer_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "encode_per_token_s", b"encode_per_token_s", "load_bytes_per_s", b"load_bytes_per_s", "peer_bytes_per_s", b"peer_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "rows_per_token_s", b"rows_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2247,6 +2251,8 @@ class Attempt(_message.Message):
     ENDED_S_FIELD_NUMBER: _builtins.int
     OVERTAKEN_TOKENS_FIELD_NUMBER: _builtins.int
     ENCODE_S_FIELD_NUMBER: _builtins.int
+    ROWS_S_FIELD_NUMBER: _builtins.int
+    ROWS_TOKENS_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
     """Why it was placed anew; empty for the first placement."""
     waited_s: _builtins.float
@@ -2283,6 +2289,10 @@ class Attempt(_message.Message):
     """Tokens that the instance computed while a load of them was under way, as the load took longer than computing."""
     encode_s: _builtins.float
     """Part of `prefill_s` that went into pictures, seconds."""
+    rows_s: _builtins.float
+    """Seconds before `queue_s` in which encoded pictures were read from kvstores."""
+    rows_tokens: _builtins.int
+    """Tokens of these pictures."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """Where the request was placed."""
@@ -2324,10 +2334,12 @@ class Attempt(_message.Message):
         ended_s: _builtins.float = ...,
         overtaken_tokens: _builtins.int = ...,
         encode_s: _builtins.float = ...,
+        rows_s: _builtins.float = ...,
+        rows_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cause", b"cause", "chunks", b"chunks", "computed_s", b"computed_s", "encode_s", b"encode_s", "ended_s", b"ended_s", "first_token_s", b"first_token_s", "last_token_s", b"last_token_s", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "overtaken_tokens", b"overtaken_tokens", "placed_s", b"placed_s", "placement", b"placement", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "sent_bytes", b"sent_bytes", "tokens", b"tokens", "transfer_tail_s", b"transfer_tail_s", "transport", b"transport", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cause", b"cause", "chunks", b"chunks", "computed_s", b"computed_s", "encode_s", b"encode_s", "ended_s", b"ended_s", "first_token_s", b"first_token_s", "last_token_s", b"last_token_s", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "overtaken_tokens", b"overtaken_tokens", "placed_s", b"placed_s", "placement", b"placement", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "rows_s", b"rows_s", "rows_tokens", b"rows_tokens", "sent_bytes", b"sent_bytes", "tokens", b"tokens", "transfer_tail_s", b"transfer_tail_s", "transport", b"transport", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1266,6 +1266,8 @@ class MediaItem(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     HEIGHT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    ROWS_STORE_FIELD_NUMBER: _builtins.int
+    ROWS_HELD_FIELD_NUMBER: _builtins.int
     begin: _builtins.int
     """Position of its first token."""
     end: _builtins.int
@@ -1279,6 +1281,12 @@ class MediaItem(_message.Message):
     height: _builtins.int
     detail: _builtins.str
     """`Picture.detail`."""
+    rows_held: _builtins.bool
+    """That kvstore is believed to hold them."""
+    @_builtins.property
+    def rows_store(self) -> Global___Instance:
+        """The kvstore that shall keep its encoded rows; unset for none, and where nobody encodes it."""
+
     def __init__(
         self,
         *,
@@ -1289,10 +1297,12 @@ class MediaItem(_message.Message):
         width: _builtins.int = ...,
         height: _builtins.int = ...,
         detail: _builtins.str = ...,
+        rows_store: Global___Instance | None = ...,
+        rows_held: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows_store", b"rows_store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "content", b"content", "detail", b"detail", "digest", b"digest", "end", b"end", "height", b"height", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "content", b"content", "detail", b"detail", "digest", b"digest", "end", b"end", "height", b"height", "rows_held", b"rows_held", "rows_store", b"rows_store", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

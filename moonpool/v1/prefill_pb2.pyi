@@ -362,6 +362,8 @@ class FirstToken(_message.Message):
     EMBEDDING_FIELD_NUMBER: _builtins.int
     OVERTAKEN_TOKENS_FIELD_NUMBER: _builtins.int
     ENCODE_S_FIELD_NUMBER: _builtins.int
+    ROWS_S_FIELD_NUMBER: _builtins.int
+    ROWS_TOKENS_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
@@ -384,6 +386,10 @@ class FirstToken(_message.Message):
     """Prompt tokens that were computed while a load of them was under way, as the load took longer than computing."""
     encode_s: _builtins.float
     """Part of `prefill_s` that went into pictures, seconds."""
+    rows_s: _builtins.float
+    """Seconds before the prompt was queued in which encoded pictures were read from kvstores."""
+    rows_tokens: _builtins.int
+    """Tokens of these pictures."""
     transport: _builtins.str
     """The transport that carries KV to decode: "local", "tcp" or "grpc" (docs/transports.md); empty while no KV goes."""
     @_builtins.property
@@ -437,6 +443,8 @@ class FirstToken(_message.Message):
         embedding: _builtins.bytes = ...,
         overtaken_tokens: _builtins.int = ...,
         encode_s: _builtins.float = ...,
+        rows_s: _builtins.float = ...,
+        rows_tokens: _builtins.int = ...,
         reads: _abc.Iterable[Global___LoadedPrefix] | None = ...,
         loads: _abc.Iterable[Global___TimedTokens] | None = ...,
         chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
@@ -444,7 +452,7 @@ class FirstToken(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "embedding", b"embedding", "encode_s", b"encode_s", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "overtaken_tokens", b"overtaken_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "embedding", b"embedding", "encode_s", b"encode_s", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "overtaken_tokens", b"overtaken_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "rows_s", b"rows_s", "rows_tokens", b"rows_tokens", "token_id", b"token_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,6 +145,13 @@ def test_restarted_engines_find_a_picture_in_the_store(stack: CheckedStack, refe
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens >= first.usage.prompt_tokens - 2 * BLOCK
 
+    elsewhere = [turn("user", ["Behind another text: ", picture(100, 60, 14), "?"])]
+    other = ask(stack, elsewhere)
+    check(reference, elsewhere, other)
+    with Client(stack.address) as client:
+        attempt = client.explain(other.request_id).attempts[0]
+    assert attempt.rows_tokens > 0, "the encoded picture is the store's"
+
 
 def test_a_picture_that_is_not_what_it_says_is_refused_by_the_engine(stack: CheckedStack) -> None:
     for wrong in (dataclasses.replace(CAT, width=41), dataclasses.replace(CAT, content=CAT.content[:-30])):

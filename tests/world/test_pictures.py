@@ -8,7 +8,7 @@ import pytest
 from moonpool.client import AsyncClient, GenerateResult, InvalidRequest, Message, MessagePart, Picture, SamplingParams
 from tests.pictures import PictureReference, add_weights, patch_model, picture_file, picture_model, square_model
 from tests.unit.engine.models.test_mmproj import converted
-from tests.world.cluster import Cluster, Simulation
+from tests.world.cluster import Cluster, Simulation, until
 from tests.world.process import in_new_process
 
 pytest.importorskip("PIL")
@@ -154,3 +154,63 @@ async def test_answers_of_qwen_with_stages(simulation: Simulation, cells: Path) 
 @in_new_process
 async def test_answers_of_qwen_whose_positions_have_rows_and_columns(simulation: Simulation, cells: Path) -> None:
     await check_answers(simulation, cells)
+
+
+@in_new_process
+async def test_an_engine_that_starts_again_reads_pictures_from_the_kvstore(simulation: Simulation, cells: Path) -> None:
+    """The KV behind another text is unknown, the encoded picture is not; another tenant's is."""
+    reference = PictureReference(cells)
+    flags = FLAGS | {"prefill": SIZE}
+    cluster = Cluster(simulation, {"kvstore": 2}, flags, checkpoint=cells)
+    await cluster.start()
+    pictures = [picture(40, 30, seed) for seed in range(6)]
+    async with AsyncClient(cluster.addresses) as client:
+
+        async def ask(text: str, shown: Picture, tenant: str = "") -> tuple[bool, bool]:
+            """Whether the answer took an encoder, and rows of a kvstore."""
+            messages = [turn(text, shown)]
+            result = await client.generate(messages=messages, sampling=GREEDY, tenant=tenant)
+            check(reference, messages, result)
+            attempt = (await client.explain(result.request_id)).attempts[0]
+            return attempt.encode_s > 0, attempt.rows_tokens > 0
+
+        async def start_again() -> None:
+            async def joined() -> bool:
+                found = (await client.cluster_state()).instances
+                return any(instance.kind == "prefill" for instance in found)
+
+            async def left() -> bool:
+                return not await joined()
+
+            cluster.services["prefill-0"].kill()
+            await until(left, "prefill has left")
+            await cluster.services["prefill-0"].start()
+            await until(joined, "prefill has joined")
+
+        async def stored(count: int) -> None:
+            async def there() -> bool:
+                return await cluster.gauge("prefill-0", "pictures_stored_total") == count
+
+            await until(there, f"{count} pictures are stored")
+
+        for shown in pictures:
+            assert await ask("Look: ", shown) == (True, False)
+        await stored(len(pictures))
+        held = [await cluster.gauge(f"kvstore-{number}", "picture_dram_bytes") for number in range(2)]
+        assert min(held) > 0, "each picture has a store by its digest"
+        assert await ask("The same again: ", pictures[0]) == (False, False), "the engine has these rows in memory"
+
+        await start_again()
+        for shown in pictures:
+            assert await ask("Behind another text: ", shown) == (False, True)
+        assert await cluster.gauge("prefill-0", "pictures_read_total") == len(pictures)
+        assert await cluster.gauge("prefill-0", "pictures_missed_total") == 0
+        assert await ask("Mine: ", picture(40, 30, 99)) == (True, False)
+
+        for number in range(2):
+            cluster.services[f"kvstore-{number}"].kill()
+        await start_again()
+        assert await ask("Without stores: ", pictures[0]) == (True, False)
+        for number in range(2):
+            await cluster.services[f"kvstore-{number}"].start()
+    await cluster.rest()

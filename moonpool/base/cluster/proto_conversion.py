@@ -167,9 +167,12 @@ def media_to_proto(media: Iterable[MediaItem], *, content: bool = True) -> list[
 
 
 def media_from_proto(
-    messages: Iterable[kv_pb2.MediaItem], field_name: str, prompt_tokens: int
+    messages: Sequence[kv_pb2.MediaItem], field_name: str, prompt_tokens: int
 ) -> tuple[MediaItem, ...]:
-    """A prompt's pictures; raises as `check_media`."""
+    """A prompt's pictures; raises as `check_media`, and if the kvstore of one has no name or address."""
+    for index, item in enumerate(messages):
+        if item.HasField("rows_store"):
+            check_instance(item.rows_store, f"{field_name}[{index}].rows_store")
     media = tuple(
         MediaItem(item.begin, item.end, item.digest, item.content, item.width, item.height, item.detail)
         for item in messages

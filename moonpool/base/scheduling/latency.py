@@ -24,7 +24,8 @@ class Speeds:
     means
     "not measured"; then `DEFAULT_BYTES_PER_S` is assumed, and for `peer_bytes_per_s` the rate for loading from stores.
     `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per
-    prompt and cached prefix token, `encode_per_token_s` per token of a picture that is encoded.
+    prompt and cached prefix token, `encode_per_token_s` per token of a picture that is encoded, `rows_per_token_s` per
+    token of a picture whose rows are read from a kvstore.
     """
 
     prefill_base_s: float = 0.0
@@ -39,6 +40,7 @@ class Speeds:
     prefill_per_cached_token_s: float = 0.0
     peer_bytes_per_s: float = 0.0
     encode_per_token_s: float = 0.0
+    rows_per_token_s: float = 0.0
 
     def loading_from_peers(self) -> Speeds:
         """Return these speeds with the peers' read rate as the rate for loading, if that rate is known."""
@@ -62,6 +64,7 @@ class Speeds:
             self.prefill_per_cached_token_s * factor,
             self.peer_bytes_per_s,
             self.encode_per_token_s * factor,
+            self.rows_per_token_s,
         )
 
     def slowed_decode(self, factor: float) -> Speeds:

@@ -45,7 +45,7 @@ class SpeedTracker:
         self._base = base
         self._load_rate, self._transfer_rate = base.load_bytes_per_s, base.transfer_bytes_per_s
         self._peer_rate = base.peer_bytes_per_s
-        self._encode_s = base.encode_per_token_s
+        self._encode_s, self._rows_s = base.encode_per_token_s, base.rows_per_token_s
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
@@ -81,6 +81,7 @@ class SpeedTracker:
                 self._base.prefill_per_cached_token_s * once,
                 self._peer_rate,
                 self._encode_s,
+                self._rows_s,
             )
         return self._speeds
 
@@ -112,6 +113,11 @@ class SpeedTracker:
         """Learn that encoding pictures of so many tokens took `seconds`."""
         measured = seconds / tokens
         self._encode_s += (self._weight if self._encode_s else 1.0) * (measured - self._encode_s)
+        self._speeds = None
+
+    def observe_rows(self, tokens: int, seconds: float) -> None:
+        """Learn that reading the rows of pictures of so many tokens from kvstores took `seconds`."""
+        self._rows_s += (self._weight if self._rows_s else 1.0) * (seconds / tokens - self._rows_s)
         self._speeds = None
 
     def observe_load(self, nbytes: int, seconds: float, *, peer: bool = False) -> None:

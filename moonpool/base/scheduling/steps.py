@@ -92,6 +92,8 @@ class SequenceStep:
     """The whole sequence; stays in the I/O process."""
     media: tuple[MediaItem, ...] = ()
     """Pictures of which the step computes tokens, with their files."""
+    picture_rows: Mapping[bytes, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """By digest: a picture's rows, in the encoder's element type; b"" if they are wanted once they are encoded."""
     rope_shift: int = 0
     """What RoPE's position of the first token is behind its own; where the token lies in a picture, of the picture's
     first token."""
@@ -178,7 +180,7 @@ class LayerDone:
     end_ns: int
 
 
-ENCODER, MEMORY = "encoder", "memory"
+ENCODER, MEMORY, STORE = "encoder", "memory", "kvstore"
 """Kinds of sources of a picture's rows."""
 
 
@@ -191,9 +193,13 @@ class PlacedPicture:
     tokens: int
     """Tokens of the picture."""
     source: str
-    """Where its rows came from: `ENCODER`, or `MEMORY`, which keeps rows."""
+    """Where its rows came from: `ENCODER`, `MEMORY`, which keeps rows, or `STORE`: they came with the step."""
     ns: int
     """Nanoseconds until they were there."""
+    digest: bytes = b""
+    """The picture's."""
+    rows: bytes = field(default=b"", compare=False, repr=False)
+    """The rows, if they were encoded and wanted (`SequenceStep.picture_rows`)."""
 
 
 @frozen

@@ -9,6 +9,7 @@ from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
 from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.routing import RoutingDecision
+from moonpool.conductor.core.store_pool import RowsPlace
 from moonpool.conductor.core.tenant_activity import TellActivity
 from moonpool.conductor.core.tpot_model import TpotForecast
 from moonpool.conductor.placement.base import PrefillChoice
@@ -23,6 +24,7 @@ class CallReserve:
     Attributes:
         computes_prompt: the instance computes the prompt, too. A refusal for the reason `STALE` says that prompts there
             take longer than `max_queue_s` seconds; None = never for that reason.
+        rows: as of `RoutingDecision`, for a prompt that the instance computes.
     """
 
     io: int
@@ -35,6 +37,7 @@ class CallReserve:
     stores: tuple[str, ...]
     computes_prompt: bool = False
     max_queue_s: float | None = None
+    rows: tuple[RowsPlace | None, ...] = ()
 
 
 @frozen

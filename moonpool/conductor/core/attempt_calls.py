@@ -172,6 +172,7 @@ class AttemptCalls:
                 stores=tuple(store.id for store in decision.write_back),
                 computes_prompt=decision.both,
                 max_queue_s=self._max_queue_s(request, attempt, now) if decision.both else None,
+                rows=decision.rows if decision.both else (),
             )
         )
 

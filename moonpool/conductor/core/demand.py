@@ -18,7 +18,8 @@ class Demand:
         choices: answers that run together.
         needs: sampling options that the instances must have.
         expected_tokens: that the client expects of each answer; 0 = not told.
-        pictures: where pictures stand in the prompt, [begin, end).
+        pictures: where pictures that must be encoded stand in the prompt, [begin, end).
+        encoded: the same of those whose rows a kvstore holds.
     """
 
     prompt_tokens: int
@@ -29,6 +30,7 @@ class Demand:
     needs: tuple[str, ...] = ()
     expected_tokens: int = 0
     pictures: tuple[tuple[int, int], ...] = ()
+    encoded: tuple[tuple[int, int], ...] = ()
 
 
 class MemoryNeed(NamedTuple):

@@ -35,7 +35,7 @@ class PrefillLatencyModel:
     """
 
     def __init__(self, demand: Demand, shape: KVShape, sources: Sequence[PrefixHolder], threshold: float) -> None:
-        self._tokens, self._pictures = demand.prompt_tokens, demand.pictures
+        self._tokens, self._pictures, self._encoded = demand.prompt_tokens, demand.pictures, demand.encoded
         self._shape = shape
         self.sources = sources
         self._block_bytes = shape.block_size * shape.token_bytes
@@ -123,8 +123,9 @@ class PrefillLatencyModel:
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
 
     def _encode_s(self, speeds: Speeds, prefix: int) -> float:
-        """Return the seconds for the pictures that are encoded behind `prefix` tokens."""
-        return speeds.encode_per_token_s * encoded_tokens(self._pictures, prefix) if self._pictures else 0.0
+        """Return the seconds for the pictures behind `prefix` tokens: encoding them, or reading their rows."""
+        encode_s = speeds.encode_per_token_s * encoded_tokens(self._pictures, prefix) if self._pictures else 0.0
+        return encode_s + (speeds.rows_per_token_s * encoded_tokens(self._encoded, prefix) if self._encoded else 0.0)
 
     def tokens_behind(self, blocks: int) -> int:
         """Return the number of prompt tokens to compute behind `blocks` leading blocks."""

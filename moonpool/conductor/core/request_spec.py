@@ -36,6 +36,7 @@ class RequestSpec:
         expected_tokens: tokens that the client expects of the answer; 0 = the client says nothing.
         session: what the client says of the session that the request is a turn of; None = nothing.
         pictures: where pictures stand in the prompt, [begin, end).
+        row_keys: for each picture, the key of the first block of its encoded rows.
     """
 
     number: int
@@ -57,6 +58,7 @@ class RequestSpec:
     session: SessionTurn | None = None
     expected_tokens: int = 0
     pictures: tuple[tuple[int, int], ...] = ()
+    row_keys: tuple[bytes, ...] = ()
 
     @property
     def queue_key(self) -> QueueKey:

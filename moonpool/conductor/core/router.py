@@ -20,7 +20,7 @@ from moonpool.conductor.core.prefix_index import PrefixIndex
 from moonpool.conductor.core.prefix_sources import PrefixSources, holders_to_load_from
 from moonpool.conductor.core.replication import ReplicationHint
 from moonpool.conductor.core.routing import RoutingConfig, RoutingDecision, RoutingRequest
-from moonpool.conductor.core.store_pool import StorePool
+from moonpool.conductor.core.store_pool import RowsPlace, StorePool
 from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
 
 
@@ -55,7 +55,10 @@ class Router:
             Unavailable: no instance that is large enough takes requests now.
             InvalidRequest: no instance that was ever here is large enough, or none has an option that the request sets.
         """
-        demand, keys, stores = request.demand(shape), request.keys, self._stores
+        keys, stores = request.keys, self._stores
+        row_keys = [] if stores is None else [(key, self._index.match([key])) for key in request.row_keys]
+        rows = tuple([stores.rows(key, prefixes) for key, prefixes in row_keys] if stores is not None else ())
+        demand = request.demand(shape, rows)
         for pool in (self._prefills, self._decodes) if demand.needs else ():
             if option := pool.nobody_has(demand.needs):
                 field = "model" if option.startswith(LORA) else f"sampling.{option}"
@@ -78,7 +81,7 @@ class Router:
             decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
         # An engine in a KV domain of its own reads no kvstore and writes to none, unless it says so.
         if not self._prefills.by_slot[self._index.slot(best.id)].facts.loads:
-            sources, stores = [], None
+            sources, stores, rows = [], None, ()
         decision = RoutingDecision(
             prefill=best,
             decodes=tuple(decodes),
@@ -93,11 +96,21 @@ class Router:
             both=both,
             send_s=self._send_s(best, decodes, prefixes, demand, shape) if decodes and not both else 0.0,
             hint=self._hint(model, candidates, sources, shape) if self._replicates and sources else None,
+            rows=self._rows_behind(best, request, shape, rows) if rows else (),
         )
         # Last, since the best prefill instance is what decode's own computing must beat.
         if both or not (decodes and request.at_decode and self._at_decode):
             return decision
         return self._at_decode.weigh(decision, shape, usable, request.suspects)
+
+    @staticmethod
+    def _rows_behind(
+        best: PrefillChoice, request: RoutingRequest, shape: KVShape, rows: Sequence[RowsPlace | None]
+    ) -> tuple[RowsPlace | None, ...]:
+        """Return where rows are kept, of the pictures behind the prefix that the instance need not compute."""
+        prefix = shape.reused_tokens(request.tokens, best.used_blocks)
+        ends = [end for _, end in request.pictures]
+        return tuple([place if end > prefix else None for place, end in zip(rows, ends, strict=True)])
 
     def _prefill(
         self,

@@ -12,7 +12,7 @@ from moonpool.conductor.core.kv_shape import KVShape
 from moonpool.conductor.core.prefill_pool import PromptToPlace, TtftLimit
 from moonpool.conductor.core.prefix_holder import PrefixHolder
 from moonpool.conductor.core.replication import ReplicationHint
-from moonpool.conductor.core.store_pool import MAX_REPLICAS, StoreView
+from moonpool.conductor.core.store_pool import MAX_REPLICAS, RowsPlace, StoreView
 from moonpool.conductor.placement.base import (
     DecodeChoice,
     DecodePolicy,
@@ -111,6 +111,8 @@ class RoutingRequest:
         needs: sampling options that the instances must have.
         session: what is known of the request's session.
         expected_tokens: of `answer_tokens`, those that the client expects of each answer; 0 = not told.
+        pictures: where pictures stand in the prompt, [begin, end).
+        row_keys: for each picture, the key of the first block of its encoded rows.
     """
 
     tokens: int
@@ -130,6 +132,7 @@ class RoutingRequest:
     session: SessionFacts | None = None
     expected_tokens: int = 0
     pictures: tuple[tuple[int, int], ...] = ()
+    row_keys: tuple[bytes, ...] = ()
 
     def to_place(self, demand: Demand) -> PromptToPlace:
         """Return the prompt on arrival at an instance now."""
@@ -143,8 +146,9 @@ class RoutingRequest:
         blocks, tokens = demand.prompt_blocks, demand.decode_tokens
         return PlacementRequest(demand.prompt_tokens, blocks, tokens, tenant, priority, limit_s, self.session)
 
-    def demand(self, shape: KVShape) -> Demand:
-        """Return the blocks and tokens that the request needs."""
+    def demand(self, shape: KVShape, rows: Sequence[RowsPlace | None] = ()) -> Demand:
+        """Return the blocks and tokens that the request needs; `rows`: where its encoded pictures are kept."""
+        held = [row is not None and row.held for row in rows] or [False] * len(self.pictures)
         return Demand(
             prompt_tokens=self.tokens,
             prompt_blocks=shape.blocks_for(self.tokens),
@@ -153,7 +157,8 @@ class RoutingRequest:
             choices=self.choices,
             needs=self.needs,
             expected_tokens=min(self.answer_tokens, self.expected_tokens),
-            pictures=self.pictures,
+            pictures=tuple(place for place, there in zip(self.pictures, held, strict=True) if not there),
+            encoded=tuple(place for place, there in zip(self.pictures, held, strict=True) if there),
         )
 
 
@@ -174,6 +179,7 @@ class RoutingDecision:
         both: the chosen instance is in the role both: it computes the prompt, and decodes.
         hint: the copy of a prefix from which the request would have gained; None = none, or copies are off.
         send_s: predicted seconds of sending the KV that decode lacks.
+        rows: for each picture of the prompt, where its encoded rows are kept; None = nowhere, or nobody encodes it.
     """
 
     prefill: PrefillChoice
@@ -188,6 +194,7 @@ class RoutingDecision:
     both: bool = False
     hint: ReplicationHint | None = None
     send_s: float = 0.0
+    rows: tuple[RowsPlace | None, ...] = ()
 
     @property
     def computed_at_decode(self) -> bool:

@@ -447,6 +447,7 @@ class RequestScheduler:
             at_decode=at_decode,
             ttft_limit=limit,
             pictures=spec.pictures,
+            row_keys=spec.row_keys,
             limit_s=None if spec.slo.ttft_s is None else spec.slo.ttft_s - request.elapsed_s(now),
             priority=spec.priority,
             queue_key=spec.queue_key,

@@ -82,6 +82,28 @@ class StorePool:
         key = keys[min(longest, len(keys) - 1)] if keys else prompt_key
         return [view._replace(score=rendezvous.score(key, view.id, self._weights[view.id])) for view in views]
 
+    def rows(self, key: bytes, prefixes: Sequence[tuple[int, int]]) -> RowsPlace | None:
+        """Return which store keeps an encoded picture; None without stores.
+
+        A store that holds the rows, else the one that rendezvous hashing says: so other engines find the rows there.
+
+        Args:
+            key: of the first block of the rows.
+            prefixes: the result of `BlockTrie.match` for this key.
+        """
+        holders = 0
+        for _, mask in prefixes:
+            holders |= mask
+        rated = [
+            (bool(holders >> store.slot & 1), rendezvous.score(key, name, weight), name)
+            for name, weight in self._weights.items()
+            if (store := self._by_id[name])
+        ]
+        if not rated:
+            return None
+        held, _, name = max(rated)
+        return RowsPlace(name, held)
+
     def write_back(self, keys: Sequence[bytes], prompt_key: bytes, views: Sequence[StoreView]) -> tuple[StoreView, ...]:
         """The stores that shall hold the chain, also for a prompt without a full block: the answer may fill blocks."""
         holders = [view for view in views if view.blocks]
@@ -120,6 +142,13 @@ class StoreInstanceState:
     memory: int = NO_SLOT
     load: LoadFacts = field(default_factory=LoadFacts)
     link: KVLink = field(default_factory=KVLink)
+
+
+class RowsPlace(NamedTuple):
+    """Where the encoded rows of a picture are kept: the kvstore's id, and whether it holds them."""
+
+    store: str
+    held: bool
 
 
 class StoreView(NamedTuple):

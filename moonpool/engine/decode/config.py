@@ -103,6 +103,11 @@ class DecodeConfig(EngineConfig):
         return engine.max_num_batched_tokens if self.computes_prompts else 0
 
     @property
+    def takes_prompts(self) -> bool:
+        """See `EngineConfig`."""
+        return self.computes_prompts
+
+    @property
     def most_decoded(self) -> int:
         """See `EngineConfig`."""
         return self.max_num_seqs

@@ -150,6 +150,7 @@ class LiveSequence:
         If the part samples, these are the sequence's last tokens. The step may begin a run of `steps`. `may_skip`: the
         sequence may go without a token in a step. `scores`: the prompt's tokens get log probabilities, if wanted.
         """
+        media = self.request.incoming.media_in(start, start + count)
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
@@ -161,7 +162,8 @@ class LiveSequence:
             may_skip=may_skip,
             lora=self.request.incoming.lora,
             history=self.history,
-            media=self.request.incoming.media_in(start, start + count),
+            media=media,
+            picture_rows=self.request.incoming.rows_for(media),
             rope_shift=self.request.incoming.rope_shift(start),
         )
 
@@ -308,7 +310,7 @@ class LiveRequest:
             sequence.begin()
             del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
         if self.asked.computes_prompt:
-            self.prompt = PromptProgress(message, now, len(self.incoming.token_ids))
+            self.prompt = PromptProgress(message, now, len(self.incoming.token_ids), self.incoming.rows)
 
     def take_first_tokens(self, found: SampledCandidates, logprobs: Logprobs | None, max_tokens: int) -> FirstTokens:
         """Take the first tokens behind the prompt computed here, and send those of answers that continue.

@@ -11,6 +11,7 @@ from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.steps import SampledCandidates, StepResult
 from moonpool.engine.block_loader import check_source_kind, kv_source
 from moonpool.engine.decode.core.actions import BeginPrompt, Chunk
+from moonpool.engine.request import RequestRows
 from moonpool.engine.scheduler.prefix_sources import KVSource
 from moonpool.engine.subscriber import known_tokens
 from moonpool.v1 import decode_pb2, prefill_pb2
@@ -29,6 +30,7 @@ class PromptProgress:
         asked: the conductor's message, checked.
         came: when the message came, seconds.
         tokens: tokens in the prompt.
+        rows: encoded rows of its pictures, where kvstores keep such.
         told: how much was cached and loaded, once the prompt's turn has come.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
         scores: log probabilities of the prompt's tokens except the first, if wanted.
@@ -41,6 +43,7 @@ class PromptProgress:
     asked: decode_pb2.StartSequence
     came: float
     tokens: int
+    rows: RequestRows | None = None
     told: BeginPrompt | None = None
     loads: list[prefill_pb2.TimedTokens] = field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)
@@ -76,6 +79,8 @@ class PromptProgress:
         begin_s, self.ended = result.start_ns / 1e9, result.end_ns / 1e9
         self.began = begin_s if self.began is None else self.began
         self.encode_s += sum(picture.ns for picture in result.pictures if picture.index == index) / 1e9
+        if self.rows is not None:
+            self.rows.computed(index, result.pictures)
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.count, begin_s, self.ended))
         if index in result.scores:
@@ -99,6 +104,8 @@ class PromptProgress:
             loaded_tokens=told.loaded_tokens,
             computed_tokens=self.tokens - told.cached_tokens - told.loaded_tokens,
             encode_s=self.encode_s,
+            rows_s=0.0 if self.rows is None else self.rows.seconds,
+            rows_tokens=0 if self.rows is None else self.rows.tokens,
             queue_s=max(0.0, began - self.came),
             prefill_s=self.ended - began,
             loads=self.loads,

@@ -383,6 +383,8 @@ class DecodeServicer(PoolServicer):
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
         incoming = await instance.request_reader.read(request.sequence, conductor_identity(request.conductor))
+        if request.computes_prompt:
+            incoming = await instance.with_rows(incoming, request.sequence)
         async with instance.loras.using(request.sequence.lora):
             instance.check_open()  # the work before may have taken a while
             left_s = context.time_remaining()

@@ -87,7 +87,7 @@ def paged_attention(
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
         ops.prefill_attention(
             q, kv, scales, tables, query_start, context_lens, scale, out,
-            kind=kind, max_context=plan.max_context, singles=plan.decode.shape[0], deterministic=plan.deterministic,
+            kind=kind, max_context=plan.max_context, singles=plan.singles, deterministic=plan.deterministic,
         )  # fmt: skip
     elif name in ("native", "torch"):
         torch_ops.paged_attention(q, kv, scales, plan, scale, out, kind=kind)

@@ -177,6 +177,7 @@ class AttentionPlan:
     chunked: bool  # whether the window begins anew every `window` tokens
     decode: Tensor  # [n, 4] int32: query row, 1, sequence, context; sequences with one query row
     prefill: Tensor  # [n, 4] int32: first query row, rows, sequence, context; sequences with several
+    singles: int | None  # sequences with one query row; None: any number
     _division: Division | None = field(default=None, repr=False)
 
     @property
@@ -266,8 +267,9 @@ def make_plan(
         tables,
         window,
         chunked,
-        decode=_items([row for row in rows if row[1] == 1]),
+        decode=(decode := _items([row for row in rows if row[1] == 1])),
         prefill=_items([row for row in rows if row[1] > 1]),
+        singles=len(decode),
     )
 
 
@@ -278,21 +280,22 @@ def _outside(blocks: int) -> ValueError:
 def plan_of_shapes(
     kv: Tensor,
     rows: int,
+    sequences: int,
     most_context: int,
     *,
     deterministic: bool = False,
     window: int | None = None,
     chunked: bool = False,
 ) -> AttentionPlan:
-    """Return a plan for `rows` sequences with one query row and at most `most_context` tokens each, whatever they hold.
+    """Return a plan for `rows` query rows of `sequences` with at most `most_context` tokens each, whatever they hold.
+
+    As many rows as sequences: each sequence has one. Else the rows may be any sequences'.
 
     Contents are neither read nor checked. For implementations that need no tables and lengths on the host.
     """
-    rows_of = [(row, 1, row, most_context) for row in range(rows)]
-    starts, lengths = list(range(rows + 1)), [most_context] * rows
-    return AttentionPlan(
-        kv.shape, rows, starts, lengths, deterministic, [], window, chunked, _items(rows_of), _items([])
-    )
+    singles, none = sequences if rows == sequences else None, _items([])
+    lengths = [most_context] * sequences
+    return AttentionPlan(kv.shape, rows, [], lengths, deterministic, [], window, chunked, none, none, singles)
 
 
 def _check_lengths(starts: Sequence[int], lengths: Sequence[int]) -> None:

@@ -50,8 +50,8 @@ class PackedBatch:
     slot_tables: Tensor
     slot_ids: Tensor
     most_context: int | None = None
-    """Set if the contents change between two uses, as in a captured graph: every sequence has one row, and a context
-    with at most this many tokens.
+    """Set if the contents change between two uses, as in a captured graph: contexts have at most this many tokens. In
+    a batch with as many rows as sequences, every sequence has one.
     """
     # On a CPU, the same memory as numpy arrays, whose small operations take a tenth of torch's time; and `capacity`,
     # [S] int64: tokens that each sequence's table holds.

@@ -1,7 +1,7 @@
 """Encoders of pictures: transformers' own tower of a family, with the checkpoint's weights; no code of the checkpoint.
 
 Rows of a picture are kept by its digest: a picture that comes again, or that lies in several chunks of a prompt, is
-encoded once.
+encoded once. Rows may come with a step instead, from a kvstore.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moonpool.base.pictures.file_process import decode
 from moonpool.base.pictures.limits import ROWS_BYTES
 from moonpool.base.pictures.pixtral import PixtralRule
 from moonpool.base.pictures.qwen2_vl import Qwen2VLRule
-from moonpool.base.scheduling.steps import ENCODER, MEMORY, PlacedPicture, SequenceStep
+from moonpool.base.scheduling.steps import ENCODER, MEMORY, STORE, PlacedPicture, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.picture_weights import fill
@@ -152,12 +152,14 @@ class PictureEncoder:
         tower: a model of transformers with `get_image_features`, without a decoder.
         inputs: makes the tower's inputs of pixels and the detail, call by call.
         device: where the tower is.
+        width: elements of one of the decoder's rows.
     """
 
     def __init__(
-        self, rule: PictureRule, tower: Any, inputs: Callable[[Any, str], _Inputs], device: torch.device
+        self, rule: PictureRule, tower: Any, inputs: Callable[[Any, str], _Inputs], device: torch.device, width: int
     ) -> None:
         self._rule, self._tower, self._inputs, self._device = rule, tower, inputs, device
+        self._row_bytes = (1 + rule.added_layers) * width * tower.dtype.itemsize
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._rows_bytes = 0
         self._placed: list[PlacedPicture] = []
@@ -187,11 +189,13 @@ class PictureEncoder:
             end = sequence.start + count
             for item in overlapping(sequence.media, sequence.start, end):
                 begin = max(item.begin, sequence.start)
-                began_ns, encoded = time.monotonic_ns(), self.encoded
-                marks, rows = self._marks(item), self.rows(item)
-                if self.encoded > encoded or item.begin >= sequence.start:
-                    source, ns = ENCODER if self.encoded > encoded else MEMORY, time.monotonic_ns() - began_ns
-                    self._placed.append(PlacedPicture(index, item.end - item.begin, source, ns))
+                began_ns, given = time.monotonic_ns(), sequence.picture_rows.get(item.digest)
+                (rows, source), marks = self._found(item, given or b""), self._marks(item)
+                if source != MEMORY or item.begin >= sequence.start:
+                    wanted = packed_rows(rows) if given == b"" and source == ENCODER else b""
+                    ns = time.monotonic_ns() - began_ns
+                    placed_here = PlacedPicture(index, item.end - item.begin, source, ns, item.digest, wanted)
+                    self._placed.append(placed_here)
                 seen = marks[: begin - item.begin].sum()
                 here = marks[begin - item.begin : min(item.end, end) - item.begin]
                 at = first + begin - sequence.start + here.nonzero().flatten()
@@ -213,19 +217,33 @@ class PictureEncoder:
         Raises:
             CheckpointError: the picture cannot be encoded.
         """
+        return self._found(item, b"")[0]
+
+    def _found(self, item: MediaItem, given: bytes) -> tuple[Tensor, str]:
+        """Return a picture's rows and their source; `given` rows are taken if their size is right. Raises as `rows`."""
         if (known := self._rows.get(item.digest)) is not None:
             self._rows.move_to_end(item.digest)
-            return known
-        found, wanted = self._encoded(item), int(self._marks(item).sum())
-        if found.shape[0] != wanted:
-            raise CheckpointError(f"the encoder makes {found.shape[0]} rows of a picture, not {wanted}")
-        self.encoded += 1
+            return known, MEMORY
+        wanted, source = int(self._marks(item).sum()), STORE
+        found = self._unpacked(given, wanted)
+        if found is None:
+            found, source = self._encoded(item), ENCODER
+            if found.shape[0] != wanted:
+                raise CheckpointError(f"the encoder makes {found.shape[0]} rows of a picture, not {wanted}")
+            self.encoded += 1
         self._rows[item.digest] = found
         self._rows_bytes += found.nbytes
         while self._rows_bytes > ROWS_BYTES and len(self._rows) > 1:
             _, dropped = self._rows.popitem(last=False)
             self._rows_bytes -= dropped.nbytes
-        return found
+        return found, source
+
+    def _unpacked(self, given: bytes, rows: int) -> Tensor | None:
+        """Return the rows that `packed_rows` has packed; None if they are not of this encoder's size."""
+        dtype: torch.dtype = self._tower.dtype
+        if not given or len(given) != rows * self._row_bytes:
+            return None
+        return torch.frombuffer(bytearray(given), dtype=dtype).reshape(rows, -1).to(self._device)
 
     def _marks(self, item: MediaItem) -> Tensor:
         """Return which of a picture's tokens are marks, [end - begin] bool."""
@@ -241,6 +259,11 @@ class PictureEncoder:
             further = getattr(made, "deepstack_features", None) or ()
             found += [torch.cat(each, 1) for each in zip(made.pooler_output, *further, strict=True)]
         return torch.cat(found)
+
+
+def packed_rows(rows: Tensor) -> bytes:
+    """Return rows of a picture as bytes, row by row."""
+    return rows.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def picture_positions(path: Path) -> PicturePositions | None:
@@ -276,4 +299,4 @@ def load_encoder(path: Path, dtype: torch.dtype, device: torch.device) -> Pictur
     def inputs(image: Any, detail: str) -> _Inputs:
         return family.inputs(processor, image, rule, detail)
 
-    return PictureEncoder(rule, tower, inputs, device)
+    return PictureEncoder(rule, tower, inputs, device, config.text_config.hidden_size)

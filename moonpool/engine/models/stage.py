@@ -622,7 +622,7 @@ class StageModel:
     def _planned(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
         # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
-            shapes = kv, batch.num_tokens, batch.most_context
+            shapes = kv, batch.num_tokens, len(batch.context_lens), batch.most_context
             return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
         host = batch.host
         tables = host.block_tables if spec.window is None else host.slot_tables

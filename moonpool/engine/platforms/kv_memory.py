@@ -415,10 +415,8 @@ class TieredKVMemory:
         self._leaving.append(layer)
         if then is None and len(self._leaving) * len(self._finished) < self._batch_slices:
             return
-        self._store(self._finished, behind)
-        if then is not None:
-            self._callbacks.send(self._device.compute.record().wait)  # there may be no block to store
-            self._callbacks.send(then)
+        if not self._store(self._finished, behind, then) and then is not None:
+            self._callbacks.send(partial(_call_behind, self._device.compute.record(), then))
 
     def finish_step(self, then: OnDone, *, aborted: bool, behind: DeviceEvent | None = None) -> None:
         self._unstored.update(self._written)
@@ -465,22 +463,37 @@ class TieredKVMemory:
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
         self._device.compute.run(partial(self._device_slices.copy_blocks, sources, targets))
 
-    def _store(self, blocks: Sequence[tuple[int, int]], behind: DeviceEvent | None = None) -> None:
+    def _store(
+        self, blocks: Sequence[tuple[int, int]], behind: DeviceEvent | None = None, then: OnDone | None = None
+    ) -> bool:
         """Store blocks, rising, for the leaving layers, as one batch, with a hash if they have valid tokens.
 
-        `behind`: the event behind what wrote them; None: all work so far.
+        `behind`: the event behind what wrote them; None: all work so far. `then` is called when they have their hashes.
+
+        Returns:
+            Whether there was anything to store.
         """
         layers, self._leaving = self._leaving, []
-        leaving = [(layer, *block) for layer in layers for block in blocks]
-        if not leaving:
-            return
-        stream, first, per_layer = self._device.store_stream, self._part.layer_begin, self._part.blocks
-        slices = torch.tensor([(layer - first) * per_layer + block for layer, block, _ in leaving])
+        if not layers or not blocks:
+            return False
+        stream = self._device.store_stream
+        rows = (np.array(layers) - self._part.layer_begin) * self._part.blocks
+        slices = torch.from_numpy(np.add.outer(rows, [block for block, _ in blocks]).ravel())
         stream.wait_event(behind or self._device.compute.record())
         stream.run(partial(self._copy_home, slices))
-        self._callbacks.send(partial(self._seal, stream.record(), leaving))
+        self._callbacks.send(partial(self._seal, stream.record(), layers, blocks, then))
+        return True
 
-    def _seal(self, event: DeviceEvent, batch: Sequence[tuple[int, int, int]]) -> None:
-        """Hash slices of a batch that is in the host's pool behind an event."""
+    def _seal(
+        self, event: DeviceEvent, layers: Sequence[int], blocks: Sequence[tuple[int, int]], then: OnDone | None
+    ) -> None:
+        """Hash blocks of some layers that are in the host's pool behind an event."""
         event.wait()
-        self._part.seal([its for its in batch if its[2]], _SEAL_THREADS)
+        self._part.seal([(layer, *block) for layer in layers for block in blocks if block[1]], _SEAL_THREADS)
+        if then is not None:
+            then()
+
+
+def _call_behind(event: DeviceEvent, then: OnDone) -> None:
+    event.wait()
+    then()

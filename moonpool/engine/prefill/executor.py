@@ -359,6 +359,7 @@ class PrefillExecutor:
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
         incoming = self._requests[chunk.id].incoming
+        media = incoming.media_in(chunk.start, chunk.end)
         return SequenceStep(
             token_ids=tokens_to_bytes(incoming.token_ids[chunk.start : chunk.end]),
             start=chunk.start,
@@ -368,7 +369,8 @@ class PrefillExecutor:
             full_hit=chunk.full_hit,
             lora=incoming.lora,
             history=self._requests[chunk.id].history,
-            media=incoming.media_in(chunk.start, chunk.end),
+            media=media,
+            picture_rows=incoming.rows_for(media),
             rope_shift=incoming.rope_shift(chunk.start),
         )
 

@@ -100,6 +100,7 @@ class LivePrefill:
     def arrival(self) -> AddRequest:
         """Return the event for the scheduler."""
         asked, held = self.asked, zip(self.copies, self._held, strict=True)
+        rows = self.incoming.rows
         return AddRequest(
             self.id,
             self.incoming.spec,
@@ -109,6 +110,8 @@ class LivePrefill:
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
             max_queue_s=asked.max_queue_s if asked.HasField("max_queue_s") else None,
             delay_s=asked.delay_s,
+            rows_tokens=0 if rows is None else rows.tokens,
+            rows_s=0.0 if rows is None else rows.seconds,
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
@@ -116,6 +119,8 @@ class LivePrefill:
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
         self.encode_s += sum(picture.ns for picture in result.pictures if picture.index == index) / 1e9
+        if self.incoming.rows is not None:
+            self.incoming.rows.computed(index, result.pictures)
         token = result.sampled[index]
         if index in result.scores:
             self.scores.extend(result.scores[index])
@@ -136,7 +141,7 @@ class LivePrefill:
 
     def first_token(self, told: ReportFirstToken) -> prefill_pb2.PrefillResponse:
         """Return the event for the conductor when the prompt's next tokens are known."""
-        found = self.first
+        found, rows = self.first, self.incoming.rows
         assert found is not None, "the last chunk samples"
         sources = [source.instance for source in self.sources]
         first = prefill_pb2.FirstToken(
@@ -151,6 +156,8 @@ class LivePrefill:
             computed_tokens=told.computed_tokens,
             overtaken_tokens=told.overtaken_tokens,
             encode_s=self.encode_s,
+            rows_s=0.0 if rows is None else rows.seconds,
+            rows_tokens=0 if rows is None else rows.tokens,
             queue_s=told.queue_s,
             prefill_s=told.prefill_s,
             loads=self.loads,

@@ -66,6 +66,7 @@ class PrefillInstance(RoleService):
         """
         incoming = await self.request_reader.read(request.sequence)
         check_prefill(request, incoming)
+        incoming = await self.with_rows(incoming, request.sequence)
         async with self.loras.using(request.sequence.lora):
             taken = LivePrefill(next(self._numbers), incoming, request)
             taken.forgotten = self.deletions.matching(incoming.spec.keys, incoming.spec.tenant)

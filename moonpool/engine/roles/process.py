@@ -71,6 +71,11 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         return super(PrefillConfig, self).least_step_tokens if "decode" in self.roles else 0
 
     @property
+    def takes_prompts(self) -> bool:
+        """See `EngineConfig`."""
+        return "prefill" in self.roles or self.computes_prompts
+
+    @property
     def most_decoded(self) -> int:
         """See `EngineConfig`."""
         return self.max_num_seqs if "decode" in self.roles else 0

@@ -50,7 +50,7 @@ def explained() -> FakeConductor:
     attempt = pb.Attempt(
         placement=placement, candidates=candidates, placed_s=0.125, prompt_tokens=49, local_tokens=9, loaded_tokens=24,
         first_token_s=0.5, last_token_s=1.0, tokens=4, transport="local", overtaken_tokens=8,
-        prefill_s=0.25, encode_s=0.125,
+        prefill_s=0.25, encode_s=0.125, rows_s=0.0625, rows_tokens=5,
     )  # fmt: skip
     fake.explanations["r1"] = pb.ExplainResponse(
         placement=placement,
@@ -110,10 +110,11 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
         ["prefill-0", "0", "0", "1.0000", "0.0000", "0.5000", "0.0000", "1.5000"],
         ["prefill-2", "0", "0", "-", "-", "-", "-", "-", "draining"],
     ]
-    assert lines[7:12] == [
+    assert lines[7:13] == [
         "placed on prefill-1, then decode-0, KV over local",
         "49 tokens to compute or find: 9 there already, 24 loaded, 16 computed, 8 of them while a slower "
         "load was under way; 4 new tokens of the answer",
+        "encoded pictures (5 tokens) came from kvstores in 0.0625 s",
         "pictures took 0.1250 s of 0.2500 s that the prompt was computed",
         "first token: predicted 0.2500 s, came 0.3750 s after the placement; TPOT predicted 0.0100 s",
         "TTFT 0.5000 s, TPOT -",

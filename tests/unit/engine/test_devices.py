@@ -40,6 +40,7 @@ from moonpool.engine.platforms.cuda import CudaDevice
 from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.platforms.staged import StagedDevice
+from moonpool.engine.prompt_graphs import PromptGraphs
 from tests.layouts import one_tensor
 from tests.unit.engine.models.several_shapes import with_repeated_heads
 
@@ -167,7 +168,7 @@ def rig(
     graphs: bool = False,
     slots: Sequence[int] = (),
 ) -> Iterator[Rig]:
-    """On a plain CPU without a device; with `graphs`, decode steps are captured. `slots`: of the blocks."""
+    """On a plain CPU without a device; with `graphs`, steps are captured. `slots`: of the blocks."""
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)], slots=len(slots))
     pool.move_slots(enumerate(slots))
@@ -183,6 +184,8 @@ def rig(
         cache = GraphCache(BLOCKS * SIZE, most_rows=4)
         tested.runner.graphs = DecodeGraphs(device, model, place.memory, cache, BLOCKS * SIZE)
         tested.runner.graphs.capture(device.compute, lambda what: None)
+        tested.runner.prompt_graphs = PromptGraphs(device, model, place.memory, BLOCKS * SIZE, 64)
+        tested.runner.prompt_graphs.capture(device.compute, lambda what: None)
     yield tested
     tested.runner.close()
     pool.close()
@@ -383,6 +386,7 @@ def test_the_kernels_of_gpus_in_a_hostile_order_choose_the_same_tokens(expected:
     environment = os.environ | {"MOONPOOL_KERNELS": "triton", "TRITON_INTERPRET": "1", "SEED": "0"}
     environment["TOKENS"] = repr(expected[0])
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=500", "-p", "no:cacheprovider", name]
+    command += ["-W", "ignore::RuntimeWarning"]  # numpy's, of padding rows: they read what is no number
     subprocess.run(command, env=environment, check=True)
 
 
@@ -407,6 +411,9 @@ def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> N
                 last = part(tokens, len(tokens) - 1, (4, 1, 6))
                 batch = PackedBatch.build([(last.token_ids, last.start, last.block_table)], SIZE)
                 assert tested.runner.graphs.shape(Step(99, (last,)), batch) is None
+                assert tested.runner.prompt_graphs is not None
+                assert tested.runner.prompt_graphs.shape(batch) is None
+                assert "out of memory" in tested.runner.prompt_graphs.not_captured
     assert answers[0] == answers[1]
     assert len(answers[0]) == len(PROMPT) + 5
 

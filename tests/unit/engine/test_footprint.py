@@ -164,7 +164,12 @@ def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert device_work_bytes(config, spec(checkpoint, deterministic=True, blocks=4000, max_tokens=1 << 17)) > least
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert device_work_bytes(wide, spec(checkpoint)) - least >= 64 * 100_000 * 4 * 16
-    assert device_footprint(config, spec(checkpoint, graph_rows=0), weights=0, pool=0).graphs == 0
+    graphs = [
+        device_footprint(config, spec(checkpoint, graph_rows=rows, **how), weights=0, pool=0).graphs >> 20
+        for rows in (0, 4)
+        for how in ({"graph_prompts": False}, {"deterministic": True}, {})
+    ]
+    assert graphs == [0, 0, 512, 512, 512, 1024]
 
 
 def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
@@ -172,7 +177,7 @@ def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
     held = device_footprint(config, engine, weights=5 << 20, pool=3 << 20)
     told = Footprint(200 << 20, 5 << 20, 4 << 20, 50 << 20, 0, held).mebibytes()
     assert (told["bound_mib"], told["device_weights_mib"], told["device_pool_mib"]) == (259, 5, 3)
-    assert told["device_graphs_mib"] == 512
+    assert told["device_graphs_mib"] == 1024
     assert told["device_bound_mib"] == held.bound >> 20
     assert "device_bound_mib" not in Footprint(1, 1, 1, 1, 1).mebibytes()
 

@@ -75,12 +75,12 @@ def test_plan(folder: Path) -> None:
     assert engine_setup(config(folder, max_model_len=99)).max_tokens == 99
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
         engine_setup(config(folder, kv_cache_memory_bytes=100))
-    assert not plan.spec.graph_rows  # of decode steps
+    assert (plan.spec.graph_rows, plan.spec.graph_prompts) == (0, True)
     plain: dict[str, Any] = {"conductor": "127.0.0.1:1", "model": str(folder), "max_num_seqs": 7}
-    rows = [
-        engine_setup(DecodeConfig(**plain, cuda_graphs=how), decode=True).spec.graph_rows for how in ("auto", "off")
-    ]
-    assert rows == [7, 0]
+    specs = [engine_setup(DecodeConfig(**plain, cuda_graphs=how), decode=True).spec for how in ("auto", "off")]
+    assert [(spec.graph_rows, spec.graph_prompts) for spec in specs] == [(7, False), (0, False)]
+    assert not engine_setup(config(folder, cuda_graphs="off")).spec.graph_prompts
+    assert engine_setup(DecodeConfig(**plain, computes_prompts=True), decode=True).spec.graph_prompts
     wanted_by = {
         (how, stages, decode): engine_setup(config(folder, int8_head=how), stages=stages, decode=decode).spec.int8_head
         for how, stages, decode in (("auto", 1, True), ("off", 1, True), ("auto", 2, True), ("auto", 1, False))
@@ -441,7 +441,7 @@ async def test_steps_must_have_room_for_both_roles(folder: Path, size: int) -> N
     settings = [f"--max-num-batched-tokens={size}"] if size else []
     both = PrefillProcessConfig.load([*flags, *settings, "--max-num-seqs", "700", "--set", "chunked_prefill_size=100"])
     assert engine_setup(both).spec.max_num_batched_tokens == 800
-    assert engine_setup(both).spec.graph_rows == 700
+    assert (engine_setup(both).spec.graph_rows, engine_setup(both).spec.graph_prompts) == (700, True)
     assert engine_setup(both).spec.int8_head
     on_device = engine_setup(both.model_copy(update={"device": "cuda"})).spec
     assert on_device.max_num_batched_tokens == (800 if size else 0)

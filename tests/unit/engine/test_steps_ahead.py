@@ -113,7 +113,8 @@ def test_a_run_chooses_what_its_steps_choose_one_by_one(model: StageModel, expec
         assert tokens == expected[:9]
         tokens += run(tested, later(tokens), STEPS - 9)
         assert tokens == expected
-        assert device.replays == 2 * (STEPS - 1)  # layers, and head with sampling
+        # The prompt's layers; then all layers, and head with sampling.
+        assert device.replays == model.config.num_layers + 2 * (STEPS - 1)
 
 
 def end_of(expected: Tokens, first: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.messages import StageDone
 from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.staged import StagedDevice
+from moonpool.engine.prompt_graphs import PromptGraphs
 from moonpool.engine.warm_up import warm_up
 from tests.unit.engine.stages import GREEDY, Stages
 from tools.compiled_kernels import HOPPER, caught
@@ -40,13 +41,15 @@ SPECS = [
 ]
 
 
-def opened(path: Path, device: StagedDevice, blocks: int, kv_dtype: str = "auto") -> Stages:
-    """A model of one stage with graphs of up to eight rows."""
+def opened(path: Path, device: StagedDevice, blocks: int, kv_dtype: str = "auto", prompts: int = 0) -> Stages:
+    """A model of one stage with graphs of up to eight rows, and of prompts of up to so many tokens."""
     layout = kv_layout(load_config(path), "float32", SIZE, kv_dtype)
     stages = Stages(path, KVPool.create(layout, blocks, [(0, layout.layers)]), device)
     [runner] = stages.runners
     cache = GraphCache(blocks * SIZE, most_rows=8)
     runner.graphs = DecodeGraphs(device, runner.model, runner.platform.memory, cache, blocks * SIZE)
+    if prompts:
+        runner.prompt_graphs = PromptGraphs(device, runner.model, runner.platform.memory, blocks * SIZE, prompts)
     return stages
 
 
@@ -163,7 +166,7 @@ def test_no_step_launches_what_warm_up_did_not(
     monkeypatch.setattr(module, "limits_of", lambda _: HOPPER.limits)
     draw = random.Random(7)
     with caught(HOPPER.limits) as launched:
-        stages = opened(checkpoint, StagedDevice(1), blocks, kv_dtype)
+        stages = opened(checkpoint, StagedDevice(1), blocks, kv_dtype, 64)
         [runner] = stages.runners
         runner.model.deterministic = deterministic
         warm_up(runner, tokens, blocks * SIZE, lambda what: None)

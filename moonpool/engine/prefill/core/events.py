@@ -32,6 +32,8 @@ class AddRequest:
         max_queue_s: the request is refused (`RefuseStaleRequest`) if computing all queued requests takes longer,
             seconds; None = no limit.
         delay_s: seconds by which the request stands in the queue behind the place of arrival.
+        rows_tokens: tokens of pictures whose rows were read from kvstores, before.
+        rows_s: seconds that this took.
     """
 
     id: int
@@ -42,6 +44,8 @@ class AddRequest:
     reuse: bool = True
     max_queue_s: float | None = None
     delay_s: float = 0.0
+    rows_tokens: int = 0
+    rows_s: float = 0.0
 
 
 @frozen

@@ -124,6 +124,7 @@ class PrefillRequest:
         shared_tokens: leading tokens that earlier requests compute and register; for predictions, until the first step.
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
+        foreign_steps: steps without this prompt since the prompt's last step, while the prompt could go on.
         step_tokens: most tokens in a step while no other prompt has something to compute; 0 = not decided.
         token_at: when the first token was told, seconds; the last step may still be under way.
         table: the request's blocks; bound at the start, unbound once no KV is left to compute or send.
@@ -147,6 +148,7 @@ class PrefillRequest:
     shared_tokens: int = 0
     status: PrefillStatus = PrefillStatus.WAITING
     first_step_at: float | None = None
+    foreign_steps: int = 0
     step_tokens: int = 0
     token_at: float | None = None
     table: BlockTable | None = None

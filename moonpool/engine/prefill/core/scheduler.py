@@ -181,6 +181,8 @@ class PrefillScheduler:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _arrive(self, event: AddRequest) -> None:
+        if event.rows_tokens:
+            self.state.tracker.observe_rows(event.rows_tokens, event.rows_s)
         state = self.state
         why = self._refusal(event)
         if why is not None:

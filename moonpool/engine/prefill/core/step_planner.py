@@ -5,7 +5,7 @@ loading, the request joins a step only if the layers are predicted to arrive in 
 requests wait, the request's slice is dropped from the step and the request waits for the rest of the load.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -25,6 +25,8 @@ from moonpool.engine.scheduler.windows import give_chunk_slots
 
 CORE_SHARE_WEIGHT = 0.2
 """One step's weight in the mean core share."""
+MAX_FOREIGN_STEPS = 8
+"""Steps after which the prompt goes on that was passed over for longest, if that is for so many steps."""
 
 
 class StepPlanner:
@@ -43,6 +45,7 @@ class StepPlanner:
         self.plan_at: float | None = None
         self.done = 0
         self.idle_since = 0.0
+        self._fair_steps = 0  # since a step in another order
 
     def are_full(self) -> bool:
         """Return whether as many steps are in flight as may be."""
@@ -152,7 +155,9 @@ class StepPlanner:
         slices: list[SequenceSlice] = []
         budget, seconds = self._step_tokens(), 0.0
         under_way = self._under_way()
-        for request in self._fair_order():
+        plannable = [request for request in self._state.started.values() if self._plannable(request)]
+        begun = [request for request in plannable if request.first_step_at is not None]
+        for request in self._order(plannable, begun):
             part = self._next_slice(request, budget, first=not slices)
             if part is None:
                 break  # less than a block of budget left; others behind wait for their turn
@@ -171,6 +176,11 @@ class StepPlanner:
             budget, seconds = budget - (part.end - part.start) * request.spec.token_cost, with_it
             if budget <= 0:
                 break
+        if slices:
+            computed = {part.request for part in slices}
+            self._fair_steps += 1
+            for request in begun:
+                request.foreign_steps = 0 if request.id in computed else request.foreign_steps + 1
         return slices
 
     def _step_tokens(self) -> int:
@@ -225,12 +235,19 @@ class StepPlanner:
             manager.give_slots(between[:: -(-len(between) // idle)] if between else ())
         return part.end > part.start
 
-    def _fair_order(self) -> Iterator[PrefillRequest]:
-        """Return started requests that have something to compute, in fair order."""
+    def _order(self, plannable: Sequence[PrefillRequest], begun: Sequence[PrefillRequest]) -> list[PrefillRequest]:
+        """Return requests in fair order, but one of those that have `begun` first, if others were for many steps.
+
+        A begun prompt holds blocks for all its tokens, so that no tenant's credit should stop a prompt for long.
+        """
         state = self._state
-        plannable = [request for request in state.started.values() if self._plannable(request)]
         entries = [QueueEntry(request.queue_key, self._next_s(request)) for request in plannable]
-        return (state.requests[entry.key.number] for entry in state.shares.order_unsorted(entries))
+        order = [state.requests[entry.key.number] for entry in state.shares.order_unsorted(entries)]
+        longest = max(begun, key=lambda request: request.foreign_steps, default=None)
+        if longest is not None and min(longest.foreign_steps, self._fair_steps) >= MAX_FOREIGN_STEPS:
+            order.sort(key=lambda request: request is not longest)
+            self._fair_steps = -1  # this step is none
+        return order
 
     def _next_s(self, request: PrefillRequest) -> float:
         """Return predicted seconds for a request's largest slice that fits a step."""

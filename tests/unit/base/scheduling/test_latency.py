@@ -98,6 +98,11 @@ def test_pictures_are_encoded_whole_unless_they_are_found_whole() -> None:
         assert added == pytest.approx(0.5 * tokens)
         added = model.alone_s(speeds, 1, 0, blocks) - blind.alone_s(speeds, 1, 0, blocks)
         assert added == pytest.approx(0.5 * tokens)
+    known = PrefillLatencyModel(replace(demand, pictures=pictures[:1], encoded=pictures[1:]), shape, (), 1.0)
+    speeds = replace(speeds, rows_per_token_s=0.125)
+    for blocks, seconds in ((0, 0.625 * 20), (2, 0.125 * 20)):
+        added = known.cost(speeds, 1, 0, blocks).prefill_s - blind.cost(speeds, 1, 0, blocks).prefill_s
+        assert added == pytest.approx(seconds), "rows of a kvstore are read in less time"
 
 
 def test_what_is_local_is_not_loaded() -> None:

@@ -60,6 +60,42 @@ def homes(plan: RoutingDecision) -> list[str]:
     return [view.id for view in plan.write_back]
 
 
+def test_encoded_pictures_have_a_store_by_their_key_and_stay_where_they_are() -> None:
+    world, places = World(3), ((2, 9), (20, 30))
+    keys = chain(2, "pictures")
+    plans = [
+        world.plan(tokens=40, keys=[], pictures=places, row_keys=(keys[0], key)) for key in chain(60, "more pictures")
+    ]
+    found = [plan.rows for plan in plans]
+    assert {first for first, _ in found} == {found[0][0]}, "the same picture has the same store"
+    assert len({row.store for _, row in found if row is not None}) == 3
+    assert not any(row.held for rows in found for row in rows if row is not None)
+    assert (plans[0].demand.pictures, plans[0].demand.encoded) == (places, ())
+
+    home = found[0][0]
+    assert home is not None
+    elsewhere = next(f"kvstore-{number}" for number in range(3) if home.store != f"kvstore-{number}")
+    world.events(elsewhere, keys[:1])
+    plan = world.plan(tokens=40, keys=[], pictures=places, row_keys=tuple(keys))
+    assert plan.rows[0] == (elsewhere, True)
+    assert plan.rows[1] is not None
+    assert not plan.rows[1].held
+    assert (plan.demand.pictures, plan.demand.encoded) == (places[1:], places[:1])
+
+    prefix = chain(1, "prefix")
+    world.events("prefill-0", prefix)
+    plan = world.plan(tokens=40, keys=prefix, pictures=places, row_keys=tuple(keys))
+    assert plan.rows[0] is None, "its KV is there: nobody encodes it"
+    assert plan.rows[1] is not None
+    world.lose(elsewhere)
+    plan = world.plan(tokens=40, keys=[], pictures=places, row_keys=tuple(keys))
+    assert plan.rows[0] == home
+    for number in range(3):
+        if f"kvstore-{number}" != elsewhere:
+            world.lose(f"kvstore-{number}")
+    assert world.plan(tokens=40, keys=[], pictures=places, row_keys=tuple(keys)).rows == (None, None)
+
+
 def test_chains_spread_and_stay_where_they_are() -> None:
     world = World(3)
     chains = [chain(3, number) for number in range(300)]

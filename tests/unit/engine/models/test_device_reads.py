@@ -23,6 +23,7 @@ from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.platforms.cpu import CpuStream
+from moonpool.engine.prompt_graphs import PromptGraphs
 from tests.unit.engine.models.test_families import CASES, reference
 
 BLOCK, BLOCKS, LONGEST = 16, 8, 512
@@ -83,12 +84,14 @@ class MetaMemory:
         self.kv, self.slot_of = pools(config), np.zeros(BLOCKS, np.int64) if slots else None
 
 
-def captured(model: StageModel, *, slots: bool) -> tuple[str, str]:
-    """Capture decode steps, head and sampling; return what could not be captured of both."""
+def captured(model: StageModel, *, slots: bool) -> tuple[str, str, str]:
+    """Capture decode steps, head and sampling, and layers of prompts; return what could not be captured of each."""
     cache, memory = GraphCache(LONGEST, most_rows=1), MetaMemory(model.config, slots=slots)
     graphs = DecodeGraphs(MetaDevice(), model, memory, cache, LONGEST)  # type: ignore[arg-type]
     graphs.capture(CpuStream(), lambda what: None)
-    return cache.stopped, graphs.not_sampled
+    prompts = PromptGraphs(MetaDevice(), model, memory, LONGEST, 64)  # type: ignore[arg-type]
+    prompts.capture(CpuStream(), lambda what: None)
+    return cache.stopped, graphs.not_sampled, prompts.not_captured
 
 
 def chunk_batch() -> PackedBatch:
@@ -107,8 +110,9 @@ def compute(model: StageModel, batch: PackedBatch) -> None:
 def test_steps_read_nothing_of_a_device(case: str, tmp_path: Path) -> None:
     model = on_meta(tmp_path, case)
     decoder = model.config.decoder
-    layers, head = captured(model, slots=any(layer.attention.window is not None for layer in decoder.every))
-    assert ("meta" in layers) == bool(decoder.not_captured), layers
+    layers, head, prompts = captured(model, slots=any(layer.attention.window is not None for layer in decoder.every))
+    for why in (layers, prompts):
+        assert ("meta" in why) == bool(decoder.not_captured), why
     assert not head
     if not any(layer.indexer for layer in decoder.every):
         compute(model, chunk_batch())

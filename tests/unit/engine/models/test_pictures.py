@@ -2,8 +2,9 @@
 
 import shutil
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from moonpool.base.kv.media import MediaItem
 from moonpool.base.pictures.files import Picture
 from moonpool.base.pictures.rule import with_pictures
 from moonpool.base.scheduling.request import EngineRequest
-from moonpool.base.scheduling.steps import ENCODER, MEMORY, SequenceSampling, SequenceStep
+from moonpool.base.scheduling.steps import ENCODER, MEMORY, STORE, SequenceSampling, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.pictures import PictureEncoder, load_encoder
 from moonpool.engine.models.whole_pictures import with_rests
@@ -101,10 +102,11 @@ def computed(
     size: int,
     stored: torch.dtype | None = None,
     borders: tuple[int, ...] = (),
+    rows: Mapping[bytes, bytes] = MappingProxyType({}),
 ) -> torch.Tensor:
     """Logits behind the prompt, computed in chunks of so many tokens.
 
-    `stored`: the type of quantised KV. `borders`: layers where a further stage begins.
+    `stored`: the type of quantised KV. `borders`: layers where a further stage begins. `rows`: as of `SequenceStep`.
     """
     runner, rule = Runner(folder, torch.float32, borders, stored=stored), engine_rule(folder)
     assert not isinstance(rule, str)
@@ -115,7 +117,8 @@ def computed(
     for start, end in chunks(len(tokens), size):
         part = tokens_to_bytes(tokens[start:end])
         here = tuple(item for item in media if item.begin < end and start < item.end)
-        step = SequenceStep(part, start, tuple(table), media=here, rope_shift=request.rope_shift(start))
+        shift = request.rope_shift(start)
+        step = SequenceStep(part, start, tuple(table), media=here, picture_rows=rows, rope_shift=shift)
         steps, pictures = with_rests([step], BLOCK) if runner.config.decoder.whole_pictures else ([step], [])
         packed = [(each.token_ids, each.start, each.block_table) for each in steps]
         hidden = torch.empty(0)
@@ -195,6 +198,25 @@ def test_another_picture_gives_other_logits_and_the_same_the_same_rows(folder: P
     assert encoder.encoded == 2
     assert [picture.source for picture in encoder.take_placed()] == [ENCODER, ENCODER, MEMORY]
     assert encoder.take_placed() == ()
+
+
+def test_rows_that_come_with_a_step_need_no_encoder(folder: Path, encoder: PictureEncoder) -> None:
+    prompt = prompt_of(folder, "a<image>b<image>c", pictures_of(SIZES[:2]))
+    digests = [item.digest for item in prompt[1]]
+    right = computed(folder, encoder, *prompt, 16, rows=dict.fromkeys(digests, b""))
+    told = {picture.digest: picture.rows for picture in encoder.take_placed() if picture.source == ENCODER}
+    assert list(told) == digests
+    assert all(told.values())
+    again = load_encoder(folder, torch.float32, torch.device("cpu"))
+    assert again is not None
+    assert torch.equal(computed(folder, again, *prompt, 16, rows=told), right)
+    assert again.encoded == 0
+    assert {picture.source for picture in again.take_placed()} <= {STORE, MEMORY}
+    other = load_encoder(folder, torch.float32, torch.device("cpu"))
+    assert other is not None
+    cut = {digests[0]: told[digests[0]][:-4], digests[1]: told[digests[1]]}
+    assert torch.equal(computed(folder, other, *prompt, 16, rows=cut), right)
+    assert other.encoded == 1, "rows of another size are not taken"
 
 
 def test_a_folder_without_the_encoders_weights_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -34,13 +34,14 @@ SEQUENCE = SequenceStep(
     array("i", range(40)).tobytes(), 16, (4, 1, 6, 9),
     SampleSpec(PARAMS, seed=(1 << 64) - 2, history=b"abcd", banned=(1, 2), forced=5), ScoredTokens(b"\0\0\0\1", 3),
     full_hit=True, end_token_ids=frozenset({2, 3}), lora=b"x" * 32,
-    media=(MediaItem(1, 5, b"d" * 32, b"picture", 3, 4, "low"),),
+    media=(MediaItem(1, 5, b"d" * 32, b"picture", 3, 4, "low"),), picture_rows={b"d" * 32: b"rows"},
 )  # fmt: skip
 DONE = messages.StageDone(
     7, 1, (5, None), False, 1 << 60, -3, several={0: SampledCandidates((5, 6), (-0.5, -1.0))},
     logprobs={0: Logprobs(array("f", [-0.5]), array("I", [1]), array("i", [5]), array("f", [-0.5]))},
     embeddings={1: b"\0" * 8}, failed={1: "no token"}, late=frozenset({1}),
-    pictures=(PlacedPicture(0, 9, "memory", 5),), earlier=(messages.StageDone(6, 1, (4,), False, 0, 1, over=False),),
+    pictures=(PlacedPicture(0, 9, "memory", 5, b"d" * 32, b"rows"),),
+    earlier=(messages.StageDone(6, 1, (4,), False, 0, 1, over=False),),
 )  # fmt: skip
 ORDERS = [
     messages.StageSpec(messages.EngineSpec("/model", "bfloat16", LAYOUT, 9, stages=2), 1, 0, 2, 4, ""),

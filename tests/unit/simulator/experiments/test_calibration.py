@@ -67,16 +67,16 @@ def test_what_a_prompt_takes_on_top_comes_before_its_first_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "medians", "tenths", "unfitted"),
-    [(40, 0.3, 0.3, 0.45), pytest.param(60, 0.15, 0.25, 0.1, marks=pytest.mark.slow)],
+    ("count", "simulations", "medians", "tenths", "unfitted"),
+    [(40, 40, 0.3, 0.3, 0.45), pytest.param(60, 60, 0.15, 0.25, 0.1, marks=pytest.mark.slow)],
 )
 def test_a_fit_foresees_requests_that_it_has_not_seen(
-    count: int, medians: float, tenths: float, unfitted: float
+    count: int, simulations: int, medians: float, tenths: float, unfitted: float
 ) -> None:
     """The stack is a simulation with extras; half of its requests are fitted, the others are foreseen."""
     asked, half = REQUESTS[:count], count // 2
     stack = serve(Extras(1.4, 0.05, 1.3, 0.004, 0.02, prompt_s=0.05).applied(CONFIG), asked)
-    extras, near = fit(CONFIG, asked[:half], Times.of(stack[:half]), simulations=40)
+    extras, near = fit(CONFIG, asked[:half], Times.of(stack[:half]), simulations=simulations)
     assert near < 0.2
     assert extras.host_slowdown == 1.0, "each engine has cores of its own"
     assert fit(CONFIG, asked[:half], Times.of(stack[:half]), simulations=3) == fit(

@@ -65,7 +65,28 @@ def test_a_tenant_that_comes_back_has_its_credit_and_no_more() -> None:
     flood(world, 12)
     steps(world, 60)
     world.arrive(LONG, 1, tenant="calm")
-    assert steps(world, 11)[1:] == [[13]] * 10, "a step takes less than a tenth of a second"
+    expected = [[13]] * 8 + [[7]] + [[13]] * 2
+    assert steps(world, 12)[1:] == expected, "a step takes less than a tenth of a second"
+
+
+def test_a_prompt_that_has_begun_goes_on_after_eight_steps_of_others() -> None:
+    """However many others have begun: then they take turns, and each has a step after eight in fair order."""
+    world = wide()
+    for number in range(3):
+        world.arrive(LONG, 10 + number, tenant=f"flood {number}")
+    world.arrive(3 * LONG, 1, tenant="calm", weight=1000.0)
+    found = [request for (request,) in steps(world, 34)][4:]
+    assert found == [*[4] * 5, 1, *[4] * 8, 2, *[4] * 8, 3, *[4] * 6]
+
+
+def test_more_urgent_prompts_of_a_tenant_hold_a_begun_one_up_for_eight_steps() -> None:
+    world = wide()
+    world.arrive(LONG, 1)
+    for family in range(2, 30):
+        world.arrive(STEP, family, priority=-5)
+    found = [request for (request,) in steps(world, 28)]
+    places = [place for place, request in enumerate(found) if request == 1]
+    assert places == [0, 9, 18, 27]
 
 
 def test_who_was_computed_alone_now_and_then_is_not_behind_a_newcomer() -> None:

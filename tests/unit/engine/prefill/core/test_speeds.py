@@ -43,6 +43,15 @@ def test_pictures_have_a_speed_of_their_own() -> None:
     assert prefill_seconds(tracker.speeds, 2 * BT, 0) == pytest.approx(0.02, rel=0.3), "0.72 s with pictures"
 
 
+def test_reading_encoded_pictures_has_a_speed_of_its_own() -> None:
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=64 * BT), TOLD)
+    world.arrive(BT)
+    assert world.core.state.tracker.speeds.rows_per_token_s == 0.0
+    for family in range(1, 30):
+        world.arrive(BT, family, rows=(35, 0.07))
+    assert world.core.state.tracker.speeds.rows_per_token_s == pytest.approx(0.002)
+
+
 def test_a_step_that_runs_is_partly_done() -> None:
     world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     world.arrive(2 * BT)

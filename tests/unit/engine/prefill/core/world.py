@@ -132,6 +132,7 @@ class World:
         max_queue_s: float | None = None,
         delay_s: float = 0.0,
         token_cost: int = 1,
+        rows: tuple[int, float] = (0, 0.0),
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
@@ -145,7 +146,7 @@ class World:
             transient=transient,
             token_cost=token_cost,
         )
-        client = Client(events.AddRequest(number, spec, held, sources, copies, reuse, max_queue_s, delay_s))
+        client = Client(events.AddRequest(number, spec, held, sources, copies, reuse, max_queue_s, delay_s, *rows))
         self.clients[number] = client
         self.post(client.arrive)
         return client
