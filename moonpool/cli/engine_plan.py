@@ -15,7 +15,7 @@ from moonpool.base.kv.memory import available_bytes
 from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress
-from moonpool.cli.stack import StackPlan, setting_of
+from moonpool.cli.stack import StackPlan, setting_of, stages_of
 from moonpool.cli.tables import size_text
 from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
@@ -140,11 +140,7 @@ def _left_open(plan: StackPlan) -> bool:
 
 def _share_layers(plan: StackPlan) -> bool:
     """Tell whether several engines load the same layers."""
-    stages = [
-        plan.pipeline_parallel_size if kind == "prefill" else 1
-        for kind, count in plan.engine_counts.items()
-        for _ in range(count)
-    ]
+    stages = [stages_of(plan, kind) for kind, count in plan.engine_counts.items() for _ in range(count)]
     return len(stages) > len(set(stages))
 
 

@@ -557,7 +557,14 @@ def memory_share(plan: StackPlan, kind: str) -> float | None:
 def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
     """The devices for each engine of this kind, named in settings, flags or the environment."""
     name = setting_of(plan, kind, "device", "cpu")
-    return set(stage_devices(name, plan.pipeline_parallel_size if kind == "prefill" else 1))
+    return set(stage_devices(name, stages_of(plan, kind)))
+
+
+def stages_of(plan: StackPlan, kind: str) -> int:
+    """Pipeline stages of each engine of this kind."""
+    if kind == "prefill":
+        return plan.pipeline_parallel_size
+    return int(setting_of(plan, kind, "pipeline_parallel_size", "1"))
 
 
 def setting_of(plan: StackPlan, kind: str, name: str, default: str) -> str:

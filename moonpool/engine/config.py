@@ -1,12 +1,13 @@
 """Flags that prefill and decode instances share."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moonpool.base.checkpoint import ModelImpl
 from moonpool.base.checkpoint.tensor_info import Quantization
-from moonpool.base.config import ByteRate, ByteSize, PeerAddresses
+from moonpool.base.config import ByteRate, ByteSize, OptionalAddress, PeerAddresses
+from moonpool.base.errors import ConfigError
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.base.scheduling.steps import STEP_TOKENS
@@ -123,6 +124,21 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         ),
     )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-cache-memory-bytes hold")
+    pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="pipeline stages, an engine process each; they compute different steps of prompts at the same "
+        "time, but a decode step goes from one to the next",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        description="hosts of this instance: the last nnodes - 1 pipeline stages are on other hosts, where "
+        "`moonpool stage` runs one each (docs/deploy.md)",
+    )
+    stages_listen: OptionalAddress = Field(
+        "", description="HOST:PORT at which the stages of other hosts join; needed with nnodes"
+    )
     tensor_parallel_size: int = Field(
         1,
         ge=1,
@@ -198,6 +214,23 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         gt=0.0,
         description="seconds in which the engine's start must go on: a file compiled, a layer loaded, a step measured",
     )
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        if self.nnodes == 1:
+            return self
+        if self.engine != "real":
+            raise ConfigError("nnodes", f"must be 1 with engine={self.engine}: emulated compute is on one host")
+        if not self.stages_listen:
+            raise ConfigError("stages_listen", f"must be given with nnodes={self.nnodes}: HOST:PORT for other hosts")
+        if self.pipeline_parallel_size < self.nnodes:
+            raise ConfigError(
+                "pipeline_parallel_size",
+                f"must be at least nnodes ({self.nnodes}), a stage for each host, not {self.pipeline_parallel_size}",
+            )
+        if self.imatrix:  # nothing would tell that another host has another file, and other KV
+            raise ConfigError("imatrix", f"not with nnodes={self.nnodes}: stages of other hosts have no such file")
+        return self
 
     @property
     def most_step_tokens(self) -> int:

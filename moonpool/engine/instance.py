@@ -394,7 +394,8 @@ class _Instance:
                 model=self.setup.model,
                 total_blocks=self.engine.blocks,
                 speed=speeds_to_proto(speeds),
-                stages=self.engine.stages,
+                # Decode has one step under way: the step's stages compute one after the other.
+                stages=1 if role.kind == kv_pb2.INSTANCE_KIND_DECODE else self.engine.stages,
                 max_num_batched_tokens=role.max_num_batched_tokens(self.engine),
                 computes_prompts=role.computes_prompts,
                 either_role=either,

@@ -47,6 +47,8 @@ class EngineSpec:
     """Share of the devices' memory, and of the host's free memory, that the engine takes for sizes that are 0."""
     stages: int = 1
     """Pipeline stages; each runs consecutive layers."""
+    weights: bytes = b""
+    """The checkpoint's `weights_fingerprint`; only stages on other hosts need one."""
     joined: frozenset[int] = frozenset()
     """Layers with which no stage begins (`DecoderSpec.joined`)."""
     ranks: int = 1

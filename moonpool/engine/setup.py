@@ -164,6 +164,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         speeds=_calibrated_speeds(config.profile, layout),
     )
     fingerprint = weights_fingerprint(folder)
+    spec = dataclasses.replace(spec, weights=fingerprint)
     if model != declared:
         fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
     fingerprint = _compute_fingerprint(fingerprint, spec)

@@ -1,4 +1,4 @@
-"""A prefill instance whose second stage is a process of its own, as on another host: answers, loss, return."""
+"""Instances whose second stage is a process of its own, as on another host: answers, loss, return."""
 
 import asyncio
 import dataclasses
@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import Unavailable
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient
 from tests.faults.stack import children
-from tests.integration.conftest import small_plan, tokens, with_flags
+from tests.integration.conftest import small_plan, tokens, wait_busy, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SAMPLING = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 WAIT_S = 120.0
 
 
@@ -44,28 +46,40 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def answer(stack: CheckedStack, prompt: list[int]) -> list[int]:
-    async def ask() -> list[int]:
-        async with AsyncClient(stack.addresses) as client:
-            return (await client.generate(token_ids=prompt, sampling=SAMPLING)).token_ids
+def with_stages(plan: StackPlan, kind: str, leader: str) -> StackPlan:
+    """The plan, with two stages of instances of this kind; the second joins at `leader`."""
+    settings = ["pipeline_parallel_size=2", "nnodes=2", f"stages_listen={leader}"]
+    plan = with_flags(plan, kind, *(part for setting in settings for part in ("--set", setting)))
+    return dataclasses.replace(plan, pipeline_parallel_size=2) if kind == "prefill" else plan
 
-    return asyncio.run(ask())
+
+async def answer(stack: CheckedStack, prompt: list[int]) -> list[int]:
+    async with AsyncClient(stack.addresses) as client:
+        return (await client.generate(token_ids=prompt, sampling=SAMPLING)).token_ids
 
 
-def test_a_stage_of_another_host_is_lost_and_comes_back(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
-    leader = f"127.0.0.1:{free_port()}"
-    plan = with_flags(
-        small_plan(checkpoint, tmp_path), "prefill", "--set", "nnodes=2", "--set", f"stages_listen={leader}"
-    )
-    plan = dataclasses.replace(plan, pipeline_parallel_size=2)
+async def lose_while_answering(stack: CheckedStack, host: int, name: str, prompt: list[int]) -> None:
+    """Lose a process of a stage's host while a prompt is answered: with its only instance, the request fails."""
+    running = asyncio.create_task(answer(stack, prompt))
+    await asyncio.to_thread(wait_busy, stack.address, name, WAIT_S)
+    (process,) = children(host)
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(Unavailable, match=f"missing: {name.partition('-')[0]}"):
+        await running
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_stage_of_another_host_is_lost_and_comes_back(
+    checkpoint: Path, tmp_path: Path, reference: Reference, kind: str
+) -> None:
+    leader, name = f"127.0.0.1:{free_port()}", f"{kind}-0"
+    plan = with_stages(small_plan(checkpoint, tmp_path), kind, leader)
     with stage(leader, checkpoint) as host, CheckedStack(plan) as stack:
         prompt = tokens(300, "whole")
-        reference.assert_greedy(prompt, answer(stack, prompt))
-        (process,) = children(host.pid)
-        os.kill(process, signal.SIGKILL)
-        (name,) = [name for name in stack.services if name.startswith("prefill")]
+        reference.assert_greedy(prompt, asyncio.run(answer(stack, prompt)))
+        prompt = tokens(1500, "again")
+        asyncio.run(lose_while_answering(stack, host.pid, name, prompt))
         stack.services[name].wait(WAIT_S)
         stack.spawn_again(name).wait_ready(WAIT_S)
         stack.wait_joined(WAIT_S)
-        prompt = tokens(300, "again")
-        reference.assert_greedy(prompt, answer(stack, prompt))
+        reference.assert_greedy(prompt, asyncio.run(answer(stack, prompt)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from moonpool.base.scheduling.sessions import SessionTurn
-from moonpool.client import Message, SamplingParams, Slo
+from moonpool.client import Message, MessagePart, Picture, SamplingParams, Slo
 
 TENANTS = ("ann", "bob", "eve")
 FLOODING = "flood"
@@ -81,7 +81,7 @@ class Ask:
         feature: what is special about it.
         how: how tokens are chosen.
         tokens: the prompt behind the context; empty for a chat.
-        chat: the prompt of a chat.
+        chat: the prompt of a chat; with pictures also over the SDK.
         streamed: whether an HTTP answer is streamed.
         ending: whether the client stays, or leaves after `limit` seconds or tokens, or has only `limit` seconds, or
             reads nothing for `limit` seconds after an answer's begin.
@@ -112,7 +112,13 @@ class Ask:
     """Bytes of a body that mean nothing."""
 
     def __str__(self) -> str:
-        return f"request {self.number} ({self.tenant}, {self.interface}, {self.feature}, {self.ending})"
+        shown = ", pictures" if self.pictures else ""
+        return f"request {self.number} ({self.tenant}, {self.interface}, {self.feature}, {self.ending}{shown})"
+
+    @property
+    def pictures(self) -> list[bytes]:
+        """Files of the pictures in the chat."""
+        return [part["picture"].content for turn in self.chat for part in turn.get("parts", ()) if "picture" in part]
 
     def body(self) -> dict[str, Any]:
         """The body of an HTTP request."""
@@ -201,11 +207,13 @@ class Asks:
     Attributes:
         seed: of all draws.
         computes: whether the engine computes, and so has all features.
+        pictures: of which some requests over the SDK show some, each beside a text.
         contexts: ids of contexts, by tenant.
     """
 
     seed: int
     computes: bool
+    pictures: Sequence[Picture] = ()
     contexts: dict[str, str] = field(default_factory=dict)
     _number: int = 0
 
@@ -245,6 +253,11 @@ class Asks:
             ask = replace(ask, context=self.contexts[ask.tenant], tokens=ask.tokens[-40:])
         if interface in SDK and drawn.random() < 0.08:
             ask = replace(ask, slo=Slo(ttft_s=drawn.choice((1e-3, 0.5, 5.0))))
+        if self.pictures and interface in SDK and feature == "greedy":
+            parts = list[MessagePart]()
+            for picture in drawn.choices(self.pictures, k=drawn.randrange(1, 4)):
+                parts += [{"text": " ".join(drawn.choices(WORDS[:3], k=drawn.randrange(9)))}, {"picture": picture}]
+            ask = replace(ask, chat=({"role": "user", "content": "", "parts": parts},), tokens=(), context="")
         return ask
 
     def flood(self, kind: Flood) -> list[Ask]:

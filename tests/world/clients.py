@@ -99,8 +99,9 @@ Now = Callable[[], float]
 async def ask_sdk(client: AsyncClient, ask: Ask, outcome: Outcome, now: Now) -> None:
     """Send a request through the SDK, and wait for what comes of it."""
     stream: AsyncTokenStream | None = None
+    prompt = {"messages": ask.chat} if ask.chat else {"token_ids": ask.tokens}
     arguments: dict[str, Any] = {
-        "token_ids": ask.tokens, "sampling": ask.how, "tenant": ask.tenant, "priority": ask.priority,
+        **prompt, "sampling": ask.how, "tenant": ask.tenant, "priority": ask.priority,
         "cache_salt": ask.salt, "slo": ask.slo, "session": ask.session, "context": ask.context,
         "request_id": f"{outcome.begin:.6f} {ask.number} {outcome.place}",
         "timeout_s": ask.limit if ask.ending == "deadline" else TIMEOUT_S,

@@ -46,7 +46,7 @@ from tests.world.loop import EPOCH_S, NODE, InlineExecutor, Node, VirtualLoop, V
 from tests.world.network import JITTER_S, MessageLog, Network
 
 if TYPE_CHECKING:
-    from tests.world.engine import Stage
+    from tests.world.engine import Rank
 
 MODEL = str(model_dir())
 _CONFIG = load_config(model_dir())
@@ -172,7 +172,7 @@ class Service:
         self._life = 0
         self.kind_now = self.kind
         self.disk: Disk | None = None
-        self.stages: Sequence[Stage] = ()
+        self.stages: Sequence[Rank] = ()
         self.journals: Path | None = None
         self.node: Node
         self.task: asyncio.Task[None]
@@ -230,7 +230,7 @@ class Service:
         serving = serve(self._process, config.load(flags), **parts)
         self.task = self._simulation.loop.create_task(_awaited(serving), name=str(self.node))
 
-    def _engine_begun(self, stages: Sequence[Stage]) -> None:
+    def _engine_begun(self, stages: Sequence[Rank]) -> None:
         self.stages = stages
 
     def kill(self, *, power: bool = False) -> None:

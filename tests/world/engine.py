@@ -1,7 +1,8 @@
 """A checkpoint's own engine on virtual time: real steps, computed at once, that take as long as given speeds say.
 
 The engine is `ProcessEngine`; the processes of its stages are `Stage` objects in the process that runs all nodes.
-Layers, sampling, masks and runs are the real ones, and messages are the bytes of the channel.
+Layers, sampling, masks and runs are the real ones, and messages are the bytes of the channel. Further ranks of a stage
+are `FurtherRank` objects; each computes on a thread while the stage's first rank does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import pickle
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -43,9 +46,12 @@ from moonpool.engine.messages import (
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.loader import load_stage, torch_dtype
 from moonpool.engine.models.tensor_reader import KeptWeights
+from moonpool.engine.parallel.page import RankPage
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import rank_page
 from moonpool.engine.structured_output import MaskBuilder
 from moonpool.engine.worker_process import WorkerProcess
 
@@ -59,6 +65,8 @@ SPEEDS = Speeds(
 )
 LENGTH_BYTES = 4
 """Of a message's length, before the message."""
+REAL_S = 60.0
+"""Longest wait of a thread for the other ranks, which compute at the same time."""
 KILLED = -9
 """Exit status after SIGKILL."""
 
@@ -107,18 +115,107 @@ class VirtualLinks:
         """Everything sent will be received."""
 
 
-class Stage:
-    """A stage's process, as `ChildProcess` has it, and its end of the channel.
+class Rank:
+    """The process of one rank of a stage, as `ChildProcess` has it, and its end of the channel.
+
+    Attributes:
+        pid: the process's number, from 1: 0 is for stages on other hosts.
+        slowdown: steps take so many times as long.
+        status: of a process that has ended.
+    """
+
+    def __init__(self, pid: int, stage: int, rank: int, ranks: int) -> None:
+        self.pid, self.slowdown = pid, 1.0
+        self.status: int | None = None
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self._told = asyncio.StreamReader()
+        channel = AsyncChannel(self._told, cast("asyncio.StreamWriter", self))
+        self.worker = WorkerProcess(stage, self, channel, rank, alone=ranks == 1)
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self.status is not None, "only an ended process is waited for"
+        return self.status
+
+    def send_signal(self, sig: int) -> None:
+        raise AssertionError("an engine's processes get no signals")
+
+    def kill(self) -> None:
+        if self.status is None:
+            self.end_with(KILLED)
+
+    def stop(self) -> None:
+        """As SIGSTOP."""
+        self.runs.clear()
+
+    def resume(self) -> None:
+        """As SIGCONT."""
+        self.runs.set()
+
+    def quicken(self) -> None:
+        """The process is as fast as others again."""
+        self.slowdown = 1.0
+
+    def end_with(self, status: int) -> None:
+        self.status = status
+        self._told.feed_eof()
+
+    def tell(self, event: StageEvent | WorkerFailed) -> None:
+        self._told.feed_data(encode(event))
+
+    def write(self, data: bytes) -> None:
+        """Take an order."""
+
+    def is_closing(self) -> bool:
+        return self.status is not None
+
+    def close(self) -> None:
+        self.kill()
+
+    async def wait_closed(self) -> None:
+        """There is nothing to wait for."""
+
+
+class FurtherRank(Rank):
+    """A rank that is not its stage's first. It computes when the first does, and is told all that the first is."""
+
+    def __init__(
+        self, pid: int, stage: int, ranks: Ranks, runner: Callable[[Ranks, list[StageEvent]], StageRunner]
+    ) -> None:
+        super().__init__(pid, stage, ranks.rank, ranks.ranks)
+        self.emitted: list[StageEvent] = []
+        self.runner = runner(ranks, self.emitted)
+        self.threads = ThreadPoolExecutor(1)
+
+    def end_with(self, status: int) -> None:
+        super().end_with(status)
+        self.threads.shutdown(wait=False)
+
+
+class Stage(Rank):
+    """The process of a stage's first rank.
 
     A step is computed in the middle of the step's time.
 
     Attributes:
-        pid: the stage's number, from 1: 0 is for stages on other hosts.
-        slowdown: steps take so many times as long.
+        further: the stage's other ranks.
     """
 
-    def __init__(self, spec: EngineSpec, number: int, part: PoolPart, links: VirtualLinks, *, decode: bool) -> None:
-        self.pid, self.slowdown = number + 1, 1.0
+    def __init__(
+        self,
+        spec: EngineSpec,
+        number: int,
+        part: PoolPart,
+        links: Sequence[VirtualLinks],
+        ranks: Sequence[Ranks],
+        *,
+        decode: bool,
+    ) -> None:
+        """Take links and views of the stage's page, for each rank; of one rank there is no page."""
+        super().__init__(number * spec.ranks + 1, number, 0, spec.ranks)
         self._spec, self._links, self._decode = spec, links, decode
         self._end = part.layer_end
         self._gates = KVGates()
@@ -128,47 +225,18 @@ class Stage:
         self._changed = asyncio.Event()
         self._orders: asyncio.Queue[Step | Shutdown] = asyncio.Queue()
         self._emitted: list[StageEvent] = []
-        self._runner = _runner(spec, number, part, self._gates, links, self._emitted.append)
-        self._told = asyncio.StreamReader()
-        self._runs = asyncio.Event()
-        self._runs.set()
-        self._status: int | None = None
+        own = ranks[0] if ranks else None
+        self._runner = _runner(spec, number, part, self._gates, links[0], self._emitted.append, own)
+
+        def further(ranks: Ranks, emitted: list[StageEvent]) -> StageRunner:
+            return _runner(spec, number, part, KVGates(), links[ranks.rank], emitted.append, ranks)
+
+        self.further = [FurtherRank(self.pid + each.rank, number, each, further) for each in ranks[1:]]
         self._task = asyncio.create_task(self._work(), name=f"stage {number}")
-        channel = AsyncChannel(self._told, cast("asyncio.StreamWriter", self))
-        self.worker = WorkerProcess(number, self, channel)
-
-    # --- a process -------------------------------------------------------------------------------------------------
-
-    def poll(self) -> int | None:
-        return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert self._status is not None, "only an ended stage is waited for"
-        return self._status
-
-    def send_signal(self, sig: int) -> None:
-        raise AssertionError("an engine's processes get no signals")
 
     def kill(self) -> None:
-        if self._status is None:
-            self._end_with(KILLED)
-            self._task.cancel()
-
-    def stop(self) -> None:
-        """As SIGSTOP."""
-        self._runs.clear()
-
-    def resume(self) -> None:
-        """As SIGCONT."""
-        self._runs.set()
-
-    def quicken(self) -> None:
-        """The stage is as fast as others again."""
-        self.slowdown = 1.0
-
-    def _end_with(self, status: int) -> None:
-        self._status = status
-        self._told.feed_eof()
+        super().kill()
+        self._task.cancel()
 
     # --- what a channel writes to ----------------------------------------------------------------------------------
 
@@ -190,12 +258,6 @@ class Stage:
                 raise AssertionError(f"a stage does not know {message}")
         self._changed.set()
 
-    def is_closing(self) -> bool:
-        return self._status is not None
-
-    def close(self) -> None:
-        self.kill()
-
     async def wait_closed(self) -> None:
         await asyncio.wait([self._task])
 
@@ -206,24 +268,28 @@ class Stage:
             while isinstance(order := await self._orders.get(), Step):
                 await self._run(order)
         except Exception as error:
-            self._tell(WorkerFailed(f"{type(error).__name__}: {error}"))
-            self._end_with(1)
+            self.tell(WorkerFailed(f"{type(error).__name__}: {error}"))
+            self.end_with(1)
         else:
             self._runner.close()
-            self._end_with(0)
+            self.end_with(0)
+            for rank in self.further:
+                if rank.status is None:
+                    rank.runner.close()
+                    rank.end_with(0)
 
     async def _run(self, step: Step) -> None:
         if step.gated:
             await self._gates_open(step.step_id)
-        await self._links.ready()
+        await self._links[0].ready()
         stages = self._spec.stages
         goes_on, begun = True, False
         while goes_on:
-            half_s = step_seconds(SPEEDS, step, decode=self._decode) / 2 / stages * self.slowdown
+            slowdown = max(rank.slowdown for rank in (self, *self.further))
+            half_s = step_seconds(SPEEDS, step, decode=self._decode) / 2 / stages * slowdown
             start_ns = world.monotonic_ns()
             await self._pass(half_s)
-            self._emitted.clear()
-            goes_on = self._runner.go_on() if begun else self._runner.run(replace(step, patient=False))
+            goes_on = self._compute(None if begun else replace(step, patient=False))
             begun = True
             done = self._emitted[-1]
             tokens = [event.done for event in self._emitted if isinstance(event, StageTokens)]
@@ -231,29 +297,46 @@ class Stage:
             assert len(tokens) + len(layers) + 1 == len(self._emitted)
             for layer in layers:
                 await self._pass(half_s / len(layers))
-                self._tell(replace(layer, start_ns=start_ns, end_ns=world.monotonic_ns()))
+                self.tell(replace(layer, start_ns=start_ns, end_ns=world.monotonic_ns()))
             if not layers:
                 await self._pass(half_s)
             assert isinstance(done, StageDone)
-            self._links.deliver()
+            for link in self._links:
+                link.deliver()
             pictures = tuple(replace(each, ns=1000 if each.source == ENCODER else 0) for each in done.pictures)
             done = replace(done, share=1.0, waited_ns=0, pictures=pictures)
             for sampled in tokens:
                 end_ns = world.monotonic_ns()
                 sampled = replace(sampled, share=1.0, waited_ns=0, pictures=pictures)
-                self._tell(StageTokens(replace(sampled, start_ns=start_ns, end_ns=end_ns)))
+                self.tell(StageTokens(replace(sampled, start_ns=start_ns, end_ns=end_ns)))
                 await self._pass(half_s / 2)  # for which the KV's hashes take
-            self._tell(replace(done, start_ns=start_ns, end_ns=world.monotonic_ns()))
+            self.tell(replace(done, start_ns=start_ns, end_ns=world.monotonic_ns()))
+            for rank in self.further:
+                over = rank.emitted[-1]
+                assert isinstance(over, StageDone)
+                if over.over:
+                    rank.tell(replace(over, share=1.0, waited_ns=0, start_ns=start_ns, end_ns=world.monotonic_ns()))
         self._opened = {step_id: layer for step_id, layer in self._opened.items() if step_id > step.step_id}
         self._aborted = {step_id for step_id in self._aborted if step_id > step.step_id}
 
-    def _tell(self, event: StageEvent | WorkerFailed) -> None:
-        self._told.feed_data(encode(event))
+    def _compute(self, step: Step | None) -> bool:
+        """Compute a step, or the next one of a run, on all ranks; return whether the run goes on."""
+        self._emitted.clear()
+        others = []
+        for rank in self.further:
+            rank.emitted.clear()
+            others.append(rank.threads.submit(copy_context().run, _computed, rank.runner, step))
+        goes_on = _computed(self._runner, step)
+        assert all(other.result() == goes_on for other in others)
+        return goes_on
 
     async def _pass(self, seconds: float) -> None:
-        """Let time pass, and more while the process is stopped."""
+        """Let time pass, more while a rank is stopped, and all if one has ended: the others wait for its numbers."""
         await asyncio.sleep(seconds)
-        await self._runs.wait()
+        for rank in (self, *self.further):
+            await rank.runs.wait()
+            if rank.status is not None:
+                await asyncio.Event().wait()
 
     def _abort(self, step_id: int) -> None:
         self._gates.abort(step_id)
@@ -270,8 +353,18 @@ class Stage:
             self._abort(step_id)
 
 
+def _computed(runner: StageRunner, step: Step | None) -> bool:
+    return runner.go_on() if step is None else runner.run(step)
+
+
 def _runner(
-    spec: EngineSpec, number: int, part: PoolPart, gates: KVGates, links: VirtualLinks, emit: Callable[..., None]
+    spec: EngineSpec,
+    number: int,
+    part: PoolPart,
+    gates: KVGates,
+    links: VirtualLinks,
+    emit: Callable[..., None],
+    ranks: Ranks | None,
 ) -> StageRunner:
     """As a worker makes it."""
     folder = Path(spec.checkpoint)
@@ -279,11 +372,11 @@ def _runner(
     torch.set_num_threads(1)
     dtype, kept = torch_dtype(spec.dtype), KeptWeights(spec.quantization, spec.int8_head)
     begin, end = part.layer_begin, part.layer_end
-    model = load_stage(folder, config, dtype, begin, end, deterministic=spec.deterministic, kept=kept)
+    model = load_stage(folder, config, dtype, begin, end, deterministic=spec.deterministic, kept=kept, ranks=ranks)
     own = PoolPart.attach(os.dup(part.fd), spec.layout, spec.blocks, begin, end, spec.slots)
-    platform = stage_platform(None, own, _raise)
+    platform = stage_platform(None, own, _raise, ranks=ranks)
     masks: MaskBuilder | None = None
-    if model.is_last:
+    if model.is_last and (ranks is None or ranks.first):
         masks = MaskBuilder(lambda: tokenizer_of(spec.checkpoint), config.vocab_size, config.eos_token_ids)
     return StageRunner(number, model, platform, links, gates, emit, spec.gate_timeout_s, masks)
 
@@ -298,23 +391,34 @@ def tokenizer_of(checkpoint: str) -> Tokenizer:
     return Tokenizer.load(Path(checkpoint))
 
 
+def _chain(stages: int) -> list[VirtualLinks]:
+    """The links of all stages, of one rank."""
+    between = [None, *(Hidden() for _ in range(stages - 1)), None]
+    return [VirtualLinks(*ends) for ends in itertools.pairwise(between)]
+
+
 @asynccontextmanager
 async def start_stages(
-    spec: EngineSpec, *, decode: bool, begun: Callable[[Sequence[Stage]], None], **_: Any
+    spec: EngineSpec, *, decode: bool, begun: Callable[[Sequence[Rank]], None], **_: Any
 ) -> AsyncIterator[ProcessEngine]:
-    """As `start_engine`. `begun` gets the stages."""
+    """As `start_engine`. `begun` gets the processes, stage by stage and rank by rank."""
     memory = PoolMemory(stage_ranges(spec.layout.layers, spec.stages))
     try:
         memory.make(spec.layout, spec.blocks, spec.slots)
         assert memory.pool is not None
-        between = [None, *(Hidden() for _ in range(spec.stages - 1)), None]
-        links = [VirtualLinks(*ends) for ends in itertools.pairwise(between)]
-        parts = zip(memory.pool.parts, links, strict=True)
-        stages = [Stage(spec, number, *part, decode=decode) for number, part in enumerate(parts)]
-        engine = ProcessEngine(spec, memory, [stage.worker for stage in stages])
+        chains = [_chain(spec.stages) for rank in range(spec.ranks)]
+        processes: list[Rank] = []
+        with ExitStack() as pages:
+            for number, part in enumerate(memory.pool.parts):
+                page = rank_page(spec.ranks, pages)
+                views = [RankPage(page, rank, spec.ranks, REAL_S) for rank in range(spec.ranks) if spec.ranks > 1]
+                links = [chain[number] for chain in chains]
+                stage = Stage(spec, number, part, links, list(map(Ranks, views)), decode=decode)
+                processes += [stage, *stage.further]
+        engine = ProcessEngine(spec, memory, [process.worker for process in processes])
         engine.speeds = SPEEDS
         engine.listen()
-        begun(stages)
+        begun(processes)
         try:
             yield engine
         finally:

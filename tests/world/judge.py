@@ -11,6 +11,7 @@ import jsonschema
 
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SamplingParams, stream_seed
+from moonpool.client import Message
 from tests.world.cluster import answer
 
 
@@ -23,6 +24,10 @@ class Judge(Protocol):
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int] | None:
         """The right greedy answer; None if two tokens are too near to each other to tell."""
+        ...
+
+    def picture_prompt(self, chat: Sequence[Message]) -> list[int]:
+        """The prompt of a chat with pictures; a picture's tokens are numbers below 0, of that picture alone."""
         ...
 
     def wrong_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs]) -> str:
@@ -43,6 +48,9 @@ class EmulatedJudge:
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int] | None:
         return answer(prompt, count)
+
+    def picture_prompt(self, chat: Sequence[Message]) -> list[int]:
+        raise AssertionError("an emulated engine sees no pictures")
 
     def wrong_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs]) -> str:
         return "an emulated engine has no log probabilities"

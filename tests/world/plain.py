@@ -17,6 +17,7 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceSampling
+from moonpool.client import Message
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.platforms.cpu import CpuKVMemory
@@ -107,6 +108,9 @@ class PlainJudge:
             if tokens[-1] in self._ends:
                 break
         return tokens
+
+    def picture_prompt(self, chat: Sequence[Message]) -> list[int]:
+        raise AssertionError("this checkpoint sees no pictures")
 
     def wrong_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs]) -> str:
         if not found:

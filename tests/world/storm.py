@@ -42,7 +42,8 @@ from moonpool.base.rpc.api_keys import hash_key
 from moonpool.base.rpc.tuning import tune_gc
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.transport import fault_injection
-from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import AsyncClient, Picture, SamplingParams
+from tests.pictures import add_weights, picture_file, picture_model
 from tests.world.asks import (
     BATCHES,
     FEATURES,
@@ -80,6 +81,8 @@ CONTEXT = 200
 """Tokens of a context."""
 BODY_MEMORY = "2MiB"
 """For all bodies at the gateway: a flood wants more."""
+PICTURES = 4
+"""Pictures that requests of a storm show."""
 SHOWN = 8
 """Failures that are shown of a storm."""
 
@@ -99,6 +102,8 @@ class StormPlan:
         durability: of the kvstores.
         rerun: whether journals are kept, rerun and read for marks.
         prompts_at_decode: plain decode instances may compute prompts; else more KV is moved.
+        ranks: of each stage, if the checkpoint's own engine computes.
+        pictures: the checkpoint has pictures, and requests show some.
     """
 
     seed: int
@@ -111,6 +116,8 @@ class StormPlan:
     durability: str = "process"
     rerun: bool = True
     prompts_at_decode: bool = True
+    ranks: int = 1
+    pictures: bool = False
     both: bool = False
     """No prefill instance: three decode instances compute the prompts."""
 
@@ -145,8 +152,9 @@ class StormPlan:
         store = ["--ssd-bytes", "16MiB", "--durability", self.durability]
         if self.computes:
             pool = ["--set", "blocks=320"]
-            decode = [*engine, *pool, "--speculative", "ngram", "--set", "preempt_every=60"]
-            prefill = [*engine, *pool, *stages, "--max-num-batched-tokens", "256"]
+            ranks = ["--set", f"tensor_parallel_size={self.ranks}"]
+            decode = [*engine, *pool, *ranks, "--speculative", "ngram", "--set", "preempt_every=60"]
+            prefill = [*engine, *pool, *stages, *ranks, "--max-num-batched-tokens", "256"]
             return {"kvstore": [*store, "--dram-bytes", "2MiB"], "prefill": prefill, "decode": decode}
         return {
             "kvstore": [*store, "--dram-bytes", "1MiB"],
@@ -184,7 +192,7 @@ class Storm:
                 service.journals = folder / "journals"
         self._batches = folder / "batches"
         self._drawn = drawn
-        self._asks = Asks(plan.seed, plan.computes)
+        self._asks = Asks(plan.seed, plan.computes, drawn_pictures(plan.seed) if plan.pictures else ())
         self._keys = {tenant: f"key of {tenant}" for tenant in (*TENANTS, FLOODING)}
         self._outcomes: list[Outcome] = []
         self._work: list[asyncio.Task[Any]] = []
@@ -204,6 +212,8 @@ class Storm:
         keys.write_text("".join(f"sha256:{hash_key(key)} {name}\n" for name, key in self._keys.items()))
         flags = ["--api-keys", str(keys), "--set", f"body_memory_bytes={BODY_MEMORY}"]
         flags += ["--set", f"batch_dir={self._batches}"]
+        if self.plan.pictures:  # the template shows no form of calls
+            flags += ["--tool-call-parser", "hermes"]
         self._gateway = Gateway(self._simulation, self.cluster.addresses, str(self._model), flags)
         fault_injection.corruptor = fault_injection.FrameCorruptor(self.plan.corrupt, self.plan.seed)
         async with AsyncClient(self.cluster.addresses, timeout_s=TIMEOUT_S) as client:
@@ -243,6 +253,7 @@ class Storm:
             "seed": self.plan.seed,
             "engine": "computed" if self.plan.computes else "emulated",
             "requests": len(self._outcomes),
+            "pictures": sum(len(each.ask.pictures) for each in self._outcomes if each.ended == "complete"),
             "outcomes": dict(Counter(outcome.ended for outcome in self._outcomes)),
             "operations": len(self._histories),
             "faults": dict(sorted(self._faults.counts.items())),
@@ -553,6 +564,8 @@ class Storm:
             yield f"{value.text!r} is not {text!r}"
 
     def _prompt(self, ask: Ask) -> list[int]:
+        if ask.pictures:
+            return self._judge.picture_prompt(ask.chat)
         if ask.chat:
             return self._tokenizer.apply_chat_template(ask.chat)
         context = self._contexts[ask.context][1] if ask.context else []
@@ -622,13 +635,26 @@ KEPT: list[object] = []
 def _judge(plan: StormPlan, checkpoint: Path) -> Judge:
     if not plan.computes:
         return EmulatedJudge()
+    if plan.pictures:
+        from tests.world.pictures import PictureJudge  # transformers takes seconds to import
+
+        return PictureJudge(checkpoint)
     from tests.world.plain import PlainJudge  # torch takes seconds to import
 
     return PlainJudge(checkpoint)
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """A tiny random Llama, whose engine computes."""
+def drawn_pictures(seed: int) -> list[Picture]:
+    """The pictures of a storm."""
+    drawn = random.Random(f"pictures {seed}")
+    sizes = [(drawn.randrange(1, 140), drawn.randrange(1, 140)) for _ in range(PICTURES)]
+    return [Picture(picture_file(*size, number), *size) for number, size in enumerate(sizes)]
+
+
+def make_checkpoint(folder: Path, *, pictures: bool = False) -> Path:
+    """A tiny random model, whose engine computes: a Llama, or one with pictures."""
+    if pictures:
+        return add_weights(picture_model(folder))
     from moonpool.engine.models.random_checkpoint import create
 
     return create("tiny-llama", folder, seed=5, dtype="float32")
@@ -663,6 +689,8 @@ def main() -> None:
     parser.add_argument("--gap-s", type=float, help="mean seconds between two faults; default: by the seed")
     parser.add_argument("--engine", choices=("emulated", "computed"), help="default: by the seed")
     parser.add_argument("--both", action="store_true", help="without prefill: decode instances compute the prompts")
+    parser.add_argument("--pictures", action="store_true", help="a model with pictures, whose engine computes")
+    parser.add_argument("--ranks", type=int, default=1, help="of each stage of engines that compute")
     parser.add_argument("--trace", action="store_true", help="show faults and errors")
     parser.add_argument("--log", help="file for all messages of one storm, a line each")
     args = parser.parse_args()
@@ -671,7 +699,7 @@ def main() -> None:
         os.environ[MESSAGES] = args.log
     began, marks, failed, done = time.monotonic(), Counter[str](), 0, 0
     with tempfile.TemporaryDirectory(prefix="moonpool-checkpoint-") as folder:
-        checkpoint = make_checkpoint(Path(folder) / "tiny-llama")
+        checkpoint = make_checkpoint(Path(folder) / "tiny", pictures=args.pictures)
         for seed in itertools.count(args.seed):
             minutes = (time.monotonic() - began) / 60
             if minutes >= args.minutes if args.minutes else done >= args.storms:
@@ -681,7 +709,9 @@ def main() -> None:
                 plan = replace(plan, computes=args.engine == "computed")
             if args.gap_s:
                 plan = replace(plan, faults=FaultPlan(args.gap_s))
-            plan = replace(plan, both=args.both)
+            if args.pictures or args.ranks > 1:
+                plan = replace(plan, computes=True)
+            plan = replace(plan, both=args.both, pictures=args.pictures, ranks=args.ranks)
             error, result = forked(partial(run_storm, plan, checkpoint))
             result = result or {"bad": [error], "marks": {}, "story": []}
             story, met, done = result.pop("story"), result.pop("marks"), done + 1
@@ -695,6 +725,8 @@ def main() -> None:
                 again += f" --engine {args.engine}" if args.engine else ""
                 again += f" --gap-s {args.gap_s:g}" if args.gap_s else ""
                 again += " --both" if args.both else ""
+                again += " --pictures" if args.pictures else ""
+                again += f" --ranks {args.ranks}" if args.ranks > 1 else ""
                 print(f"repeat with: {again}", file=sys.stderr, flush=True)
             of = f"{args.minutes:g} min" if args.minutes else args.storms
             print(f"{done} of {of}: {failed} failed, {minutes:.1f} min", file=sys.stderr, flush=True)

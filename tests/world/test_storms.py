@@ -55,6 +55,23 @@ def test_storms_of_instances_in_the_role_both() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_storms_of_stages_with_ranks() -> None:
+    """Each rank may stop, be slow or end."""
+    results, paths = storms(2, 3, SECONDS, "--gap-s", str(GAP_S), "--ranks", "2")
+    assert {result["engine"] for result in results} == {"computed"}
+    assert paths["an engine dies"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_storms_of_a_model_with_pictures() -> None:
+    pytest.importorskip("PIL")
+    results, _ = storms(2, 3, SECONDS, "--gap-s", str(GAP_S), "--pictures")
+    assert all(result["pictures"] for result in results)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_storms_meet_every_path() -> None:
     """Some paths are rare, as a conductor that is fenced off: further storms come until each path was met."""

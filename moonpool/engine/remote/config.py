@@ -13,7 +13,7 @@ from moonpool.engine.remote.group_place import VARIABLES, read_place
 
 
 class StageConfig(ServiceConfig):
-    """Runs one pipeline stage of a prefill instance whose first stages are on another host."""
+    """Runs one pipeline stage of an instance whose first stages are on another host."""
 
     flag_groups: ClassVar = {
         "leader": ("leader", "node_rank"),
@@ -23,7 +23,7 @@ class StageConfig(ServiceConfig):
     service_name: ClassVar[str | None] = "stage"
     leader: OptionalAddress = Field(
         "",
-        description="HOST:PORT where the prefill instance with the first stages listens for stages (stages_listen); "
+        description="HOST:PORT where the instance with the first stages listens for stages (stages_listen); "
         f"default: as {', '.join(VARIABLES)} say",
     )
     node_rank: int = Field(

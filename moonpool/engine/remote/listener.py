@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any, Self
 
-from moonpool.base.checkpoint import weights_fingerprint
 from moonpool.base.config import format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, Mismatch, MoonpoolError
 from moonpool.base.rpc.tls import NAME, Security
@@ -106,7 +104,7 @@ class StagesListener:
         if spec.stages <= self._count:
             raise ConfigError("nnodes", f"{self._count + 1} hosts need as many stages at least, not {spec.stages}")
         self._first = spec.stages - self._count
-        self._weights = await asyncio.to_thread(weights_fingerprint, Path(spec.checkpoint))
+        self._weights = spec.weights
         self._socket.listen()
         self._spawn(self._accept(self._socket))
         told: list[int] = []

@@ -24,6 +24,8 @@ from moonpool.engine.remote.slices import LandedSlices, write_slice
 log = get_logger(__name__)
 _TURN_SLICES: Final = 16
 """Slices that are sent between two looks at the connection's room."""
+_UNREAD: Final = 256
+"""Messages of a stage that wait for the engine at most; meanwhile nothing is read from the connection."""
 
 
 class RemoteWorker:
@@ -45,7 +47,8 @@ class RemoteWorker:
         self._loads: list[LoadKV] = []
         self._done: int | None = None  # latest step that the stage has reported
         self._wake = asyncio.Event()
-        self._received: asyncio.Queue[Any] = asyncio.Queue()
+        self._received: asyncio.Queue[Any] = asyncio.Queue()  # None: the connection has ended
+        self._unread = asyncio.Semaphore(_UNREAD)
         self._tasks = [asyncio.create_task(work, name=str(self)) for work in (self._read(on_end), self._pump())]
 
     def __str__(self) -> str:
@@ -108,6 +111,7 @@ class RemoteWorker:
         if message is None:
             self._received.put_nowait(None)
             raise ChannelClosed
+        self._unread.release()
         return message
 
     def close(self) -> None:
@@ -179,6 +183,7 @@ class RemoteWorker:
                 if isinstance(message, KVSlice):
                     self._store(message)
                 elif self._is_ours(message):
+                    await self._unread.acquire()
                     self._received.put_nowait(self._on_our_clock(message))
         except ChannelClosed:
             pass

@@ -98,16 +98,11 @@ async def join(place: StagePlace, security: Security | None, *, silence_s: float
     Raises:
         Unavailable: the leader is not there, or refuses the stage; says why.
     """
-    host, port = parse_address(place.leader)
-    loop = asyncio.get_running_loop()
     link: StageLink | None = None
     try:
         async with asyncio.timeout(JOIN_S):
-            family, _, _, _, target = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = await _connect(*parse_address(place.leader))
             try:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, target)
                 tls = None if security is None else security.tls.socket_context(server=False)
                 link = await StageLink.open(sock, tls, server=False, name=NAME, limit_s=JOIN_S)
             except BaseException:
@@ -130,6 +125,32 @@ async def join(place: StagePlace, security: Security | None, *, silence_s: float
         raise Unavailable(f"the leader at {place.leader} refuses this stage: {answer.reason}")
     link.begin(TO_STAGE, TO_LEADER, pings=False, silence_s=silence_s)
     return link, answer.stage
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    """Return a socket connected to the first address of the name that answers, in the resolver's order.
+
+    Raises:
+        OSError: none does; the last one's error.
+    """
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left, (family, _, _, _, target) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            async with asyncio.timeout(JOIN_S / (len(addresses) + 1)):  # the answer takes some of the time, too
+                await loop.sock_connect(sock, target)
+        except (OSError, TimeoutError):
+            sock.close()
+            if left == 1:
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise OSError(f"{host} has no address")
 
 
 async def serve_leader(

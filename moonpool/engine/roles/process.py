@@ -48,11 +48,6 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         return [first, *(role for role in ROLES if role != first)] if self.either_role else [first]
 
     @property
-    def stages(self) -> int:
-        """Pipeline stages of the engine."""
-        return self.pipeline_parallel_size if "prefill" in self.roles else 1
-
-    @property
     def prefill_step_tokens(self) -> int:
         """See `PrefillConfig`."""
         return self.max_num_batched_tokens if "prefill" in self.roles else 0
@@ -80,12 +75,6 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         """See `EngineConfig`."""
         return self.max_num_seqs if "decode" in self.roles else 0
 
-    def check_hosts(self) -> None:
-        """See `PrefillConfig`."""
-        if "prefill" not in self.roles:
-            raise ConfigError("nnodes", f"must be 1, not {self.nnodes}: decode computes in one stage")
-        super().check_hosts()
-
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
         if self.either_role and self.computes_prompts:
@@ -93,7 +82,7 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         if self.either_role and self.pipeline_parallel_size > 1:
             raise ConfigError(
                 "either_role",
-                f"not with pipeline_parallel_size={self.pipeline_parallel_size}: decode computes in one stage",
+                f"not with pipeline_parallel_size={self.pipeline_parallel_size}: an engine of stages has one role",
             )
         return self
 
@@ -125,4 +114,4 @@ async def serve(context: ProcessContext, config: EngineProcessConfig, start: Sta
         if config.nnodes > 1:
             listener = StagesListener(config.stages_listen, config.nnodes - 1, Security.of(config))
             start = partial(start, remote=await stack.enter_async_context(listener))
-        await run_instance(context, config, roles, stages=config.stages, start=start)
+        await run_instance(context, config, roles, stages=config.pipeline_parallel_size, start=start)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from moonpool.base.checkpoint import weights_fingerprint
@@ -82,8 +83,13 @@ async def leading(
     spec: EngineSpec, listener: StagesListener, *, worker_module: str = WORKER
 ) -> AsyncIterator[ProcessEngine]:
     """An engine whose last stages join at the listener."""
+    weights = weights_fingerprint(Path(spec.checkpoint))
     async with start_processes(
-        spec, start_timeout_s=90, worker_module=worker_module, launcher=start_service, remote=listener
+        replace(spec, weights=weights),
+        start_timeout_s=90,
+        worker_module=worker_module,
+        launcher=start_service,
+        remote=listener,
     ) as engine:
         assert isinstance(engine, ProcessEngine)
         yield engine

@@ -3,10 +3,9 @@
 import pytest
 
 from moonpool.base.errors import ConfigError
-from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.remote.config import StageConfig
 from moonpool.engine.remote.group_place import GroupPlace, read_place
-from moonpool.engine.roles.process import DecodeProcessConfig, PrefillProcessConfig
+from moonpool.engine.roles.process import DecodeProcessConfig, EngineProcessConfig, PrefillProcessConfig
 
 LWS = {"LWS_LEADER_ADDRESS": "prefill-0.prefill.ns", "LWS_WORKER_INDEX": "2", "LWS_GROUP_SIZE": "3"}
 TORCHRUN = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000", "RANK": "3", "GROUP_RANK": "1", "WORLD_SIZE": "4"}
@@ -87,19 +86,18 @@ HOSTS = ["--set", "stages_listen=:29501", "--pipeline-parallel-size", "2"]
         (PrefillProcessConfig, ["--set", "stages_listen=:29501"], "pipeline_parallel_size"),
         (PrefillProcessConfig, ["--engine", "emulated:llama-70b-a800"], "nnodes"),
         (PrefillProcessConfig, [*HOSTS, "--set", "quantization=int4", "--set", "imatrix=m.dat"], "imatrix"),
-        (DecodeProcessConfig, [], "nnodes"),
+        (DecodeProcessConfig, [], "stages_listen"),
     ],
 )
 def test_a_leader_that_cannot_have_other_hosts_says_why(
-    config: type[PrefillConfig], more: list[str], field: str
+    config: type[EngineProcessConfig], more: list[str], field: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load([*LEADER, *more])
     assert caught.value.field == field
 
 
-def test_a_leader_with_a_stage_for_each_host() -> None:
-    config = PrefillProcessConfig.load(
-        [*LEADER, "--set", "stages_listen=0.0.0.0:29501", "--pipeline-parallel-size", "3"]
-    )
-    assert (config.nnodes, config.stages) == (2, 3)
+@pytest.mark.parametrize("config_class", [PrefillProcessConfig, DecodeProcessConfig])
+def test_a_leader_with_a_stage_for_each_host(config_class: type[EngineProcessConfig]) -> None:
+    config = config_class.load([*LEADER, "--set", "stages_listen=0.0.0.0:29501", "--set", "pipeline_parallel_size=3"])
+    assert (config.nnodes, config.pipeline_parallel_size) == (2, 3)

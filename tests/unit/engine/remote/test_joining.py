@@ -7,7 +7,7 @@ import pickle
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,14 +31,17 @@ from moonpool.engine.messages import (
     Shutdown,
     StageDone,
     StageSpec,
+    StageStarting,
     WorkerReady,
 )
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.remote.link import StageLink
 from moonpool.engine.remote.listener import StagesListener
 from moonpool.engine.remote.messages import KVSlice
+from moonpool.engine.remote.remote_worker import RemoteWorker
 from moonpool.engine.remote.stage_host import StagePlace, join, serve_leader
 from moonpool.engine.start_listener import NO_LISTENER
+from moonpool.engine.worker_process import Worker
 from tests.unit.base.rpc.certificates import tls
 from tests.unit.engine.remote.hosts import host, leading, security, stages_listener
 from tests.unit.engine.test_start_engine import FAKE, HANG, LAYOUT, WORK, open_fds, step
@@ -254,8 +257,8 @@ async def test_what_lands_goes_to_the_stage_before_blocks_are_fetched_from_there
 
 
 @asynccontextmanager
-async def waiting(checkpoint: Path, listener: StagesListener) -> AsyncIterator[None]:
-    """A leader that waits for a stage."""
+async def waiting(checkpoint: Path, listener: StagesListener) -> AsyncIterator["asyncio.Task[Sequence[Worker]]"]:
+    """A leader that waits for a stage; the stages once they have joined."""
     async with listener:
         told = asyncio.Event()
 
@@ -266,10 +269,11 @@ async def waiting(checkpoint: Path, listener: StagesListener) -> AsyncIterator[N
 
             loading = NO_LISTENER.loading
 
-        task = asyncio.create_task(listener.joined(spec(checkpoint), Told()))
+        asked = replace(spec(checkpoint), weights=weights_fingerprint(checkpoint))
+        task = asyncio.create_task(listener.joined(asked, Told()))
         await told.wait()
         try:
-            yield
+            yield task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -314,6 +318,40 @@ async def test_a_peer_that_is_gone_before_it_is_looked_at_is_refused_like_others
         link.close("over")
     assert "refused what is no stage of this engine" in caplog.text
     assert "never retrieved" not in caplog.text
+
+
+async def test_what_a_stage_says_before_it_is_asked_fills_no_memory(checkpoint: Path) -> None:
+    listener, count, size = stages_listener(), 400, 20_000
+    async with waiting(checkpoint, listener) as leader, asyncio.timeout(WAIT_S):
+        link, _ = await join(place(listener.address, checkpoint), None)
+        (worker,) = await leader
+        assert isinstance(worker, RemoteWorker)
+        for number in range(count):
+            link.send(StageStarting(f"{number} ".ljust(size)))
+        for turn in range(1_000):  # by far enough for all, if the leader would take all
+            await asyncio.sleep(0)
+            assert worker.link.received_bytes < 260 * size, turn
+        for number in range(count):
+            assert (await worker.receive()).what.startswith(f"{number} ")
+        link.close("over")
+
+
+async def test_all_addresses_of_the_leaders_name_are_tried(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may have an address of IPv6 at which nobody listens."""
+    listener = stages_listener()
+    async with waiting(checkpoint, listener), asyncio.timeout(WAIT_S):
+        _, port = parse_address(listener.address)
+
+        async def resolve(host: str, asked: int, **_: object) -> list[tuple[object, ...]]:
+            assert (host, asked) == ("leader.test", port)
+            tcp = socket.SOCK_STREAM, 0, ""
+            return [(socket.AF_INET6, *tcp, ("::1", port, 0, 0)), (socket.AF_INET, *tcp, ("127.0.0.1", port))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        link, _ = await join(place(f"leader.test:{port}", checkpoint), None)
+        link.close("over")
+    with pytest.raises(Unavailable, match=f"no leader at leader.test:{port}: .*127.0.0.1"):
+        await join(place(f"leader.test:{port}", checkpoint), None)
 
 
 async def test_nothing_of_a_lost_stage_is_left_once_another_has_joined(checkpoint: Path) -> None:

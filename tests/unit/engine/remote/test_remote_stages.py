@@ -47,6 +47,13 @@ async def check_kv(engine: ProcessEngine, first_step: int) -> None:
         land(layer)
         engine.open_gate(first_step + 2, layer)
     assert (await gated).sampled == expected
+    # A fork goes on in a copy of the part-filled block, which each stage makes of its own.
+    (token,) = expected
+    assert token is not None
+    longer = [*PROMPT, token]
+    copied = Step(first_step + 3, (part(longer, 40, (9, 2, 3), sample=True),), copies=((5, 3),))
+    forked = (await engine.run(copied)).sampled
+    assert (await engine.run(Step(first_step + 4, (part(longer, 40, TABLE, sample=True),)))).sampled == forked
     # A part-filled block comes when it is asked for.
     before = [bytes(pool.slice(layer, 4)) for layer in all_layers]
     await engine.fetch((4,))
