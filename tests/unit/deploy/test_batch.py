@@ -83,7 +83,11 @@ def test_a_job_of_slurm_starts_services_and_hands_its_end_on(
 ) -> None:
     program(tmp_path, "srun", SRUN)
     program(tmp_path, "scancel", SCANCEL)
-    program(tmp_path, "scontrol", "#!/bin/sh\nprintf '%s\\n' " + " ".join(f"n{number + 1}" for number in range(nodes)) + "\n")
+    program(
+        tmp_path,
+        "scontrol",
+        "#!/bin/sh\nprintf '%s\\n' " + " ".join(f"n{number + 1}" for number in range(nodes)) + "\n",
+    )
     notes = tmp_path / "notes"
     own = {"MODEL": "/models/m", "SLURM_JOB_NODELIST": f"n[1-{nodes}]", "SLURM_JOB_ID": "7", "NOTES": str(notes)}
     own["STAGES"] = str(stages)
