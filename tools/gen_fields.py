@@ -62,25 +62,36 @@ lines of a batch file: there, `body` is a body of the endpoint that `url` names.
 
 def page() -> str:
     """The text of docs/fields.md."""
-    return HEAD + "".join(_table(path, body) for path, body in BODIES.items())
+    shown: dict[tuple[str, str], str] = {}
+    return HEAD + "".join(_table(path, body, shown) for path, body in BODIES.items())
 
 
-def _table(path: str, body: type[Body]) -> str:
+def _table(path: str, body: type[Body], shown: dict[tuple[str, str], str]) -> str:
+    """A section; `shown` has the path that has a place's cells already, by place and cells."""
     head = f"\n## `POST {path}`\n\n| object | honoured | ignored | refused |\n|---|---|---|---|\n"
-    return head + "".join(dict.fromkeys(_row(place, part) for place, part in _objects("", body, ())))
+    rows: dict[str, list[str]] = {}
+    known: dict[str, list[str]] = {}
+    for place, part in _objects("", body, ()):
+        cells = _cells(part)
+        first = shown.setdefault((place, cells), path)
+        where = rows.setdefault(cells, []) if first == path else known.setdefault(first, [])
+        name = (f"`{place}`" if place else "the body") + (" \\*" if part.contract().unknown_ignored else "")
+        if name not in where:
+            where.append(name)
+    table = "".join(f"| {', '.join(names)} | {cells} |\n" for cells, names in rows.items())
+    notes = "".join(f"\nAs at `POST {first}`: {', '.join(names)}.\n" for first, names in known.items())
+    return head + table + notes
 
 
-def _row(place: str, body: type[Body]) -> str:
+def _cells(body: type[Body]) -> str:
     contract = body.contract()
-    name = f"`{place}`" if place else "the body"
     refused = [f"`{field}`{_accepted(contract.refused[field])}" for field in sorted(contract.refused)]
     cells = [
-        name + (" \\*" if contract.unknown_ignored else ""),
         ", ".join(f"`{field}`" for field in sorted(contract.honoured)),
         ", ".join(f"`{field}`" for field in sorted(contract.ignored)),
         ", ".join(refused),
     ]
-    return f"| {' | '.join(cells)} |\n"
+    return " | ".join(cells)
 
 
 def _accepted(values: tuple[Any, ...]) -> str:

@@ -18,7 +18,7 @@ from moonpool.cli.generate import CHAT_PROMPT
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "screens.md"
 COLUMNS, LINES = 80, 120
-LONGEST = 32
+LONGEST = 14
 """Lines of a screen that the page has; a help page is whole."""
 STACK = "serve bundled --engine emulated:llama-70b-a800"
 WAIT_S = 0.2

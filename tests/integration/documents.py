@@ -122,7 +122,11 @@ class Reader:
                 each.process.wait()
 
     def run(self, command: Command) -> str:
-        """Run a command to its end, or until it serves; return what it said."""
+        """Run a command to its end, or until it serves; return what it said.
+
+        What was started before must still serve.
+        """
+        self._assert_serving()
         text = command.text
         for pattern, instead in REPLACED.items():
             text = re.sub(pattern, instead, text)
@@ -139,6 +143,7 @@ class Reader:
         assert done.returncode == 0, f"{command.where}: {text}\n{said}\n{self._logs()}"
         if STOPS.match(text):
             self._await_stop(command.host)
+        self._assert_serving()
         return said
 
     def _serve(self, command: Command, words: list[str], environment: Mapping[str, str], own: Path) -> str:
@@ -154,6 +159,10 @@ class Reader:
             assert time.monotonic() - began < LIMIT_S, f"{command.where}: not ready\n{log.read_text()}"
             self._pause.wait(0.1)
         return log.read_text()
+
+    def _assert_serving(self) -> None:
+        for each in self._serving:
+            assert each.process.poll() is None, f"{each.text}\n{each.log.read_text()}"
 
     def _await_stop(self, host: str) -> None:
         for each in [each for each in self._serving if each.host == host]:

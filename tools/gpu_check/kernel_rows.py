@@ -217,7 +217,7 @@ def copy_row(on: On, shape: Shape, blocks: int) -> Row:
 
 
 def norm_rows(on: On, dtype: torch.dtype, rows: int, size: int) -> list[Row]:
-    """A norm with what is added before it, and one without beside torch's."""
+    """A norm with what is added before it, also beside the same by two launches, and one without beside torch's."""
     x, residual = (torch.randn(rows, size, device=on.device, dtype=dtype) for _ in range(2))
     weight, out = torch.ones(size, device=on.device, dtype=dtype), torch.empty_like(x)
     name = f"GPU norm, {str(dtype).removeprefix('torch.')}, {rows} rows of {size}"
@@ -225,11 +225,16 @@ def norm_rows(on: On, dtype: torch.dtype, rows: int, size: int) -> list[Row]:
     def theirs() -> float:
         return on.per_second(lambda: rms_norm(x, (size,), weight, 1e-6)) * 2 * x.nbytes / 1e9
 
+    def apart() -> Tensor:
+        return ops.rms_norm(residual.add_(x), weight, 1e-6, out=out)
+
     adding = lambda: ops.rms_norm(x, weight, 1e-6, residual=residual, out=out)  # noqa: E731
+    by_two = on.pairs(4 * x.nbytes / 1e9, adding, lambda: on.per_second(apart) * 4 * x.nbytes / 1e9)
     alone = on.pairs(2 * x.nbytes / 1e9, lambda: ops.rms_norm(x, weight, 1e-6, out=out), theirs)
     return [
         _beside_a_copy(on, f"{name}, added to", 4 * x.nbytes, adding),
         paired(name, "GB/s", alone, "torch's norm"),
+        paired(f"{name}, added to", "GB/s", by_two, "two launches", target=1.0),
     ]
 
 

@@ -25,6 +25,7 @@ from moonpool.base.checkpoint.weight_formats import (
     Parts,
     ScaledFormat,
     Shape,
+    StackedFp8Format,
 )
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.fields import JsonFields
@@ -130,7 +131,7 @@ def _modelopt(settings: JsonFields, key: str) -> Formats:
             )
     else:
         _one_of(settings, key, "quant_algo", _ALGORITHMS)
-    return ScaledFormat(), Fp4Format()
+    return ScaledFormat(), Fp4Format(), StackedFp8Format()
 
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
@@ -255,7 +256,7 @@ def _format_of(name: str, info: TensorInfo, formats: Formats) -> tuple[FolderFor
         if end is None:
             continue
         stem = name.removesuffix(end)
-        if info.dtype not in form.dtypes and end != ".weight":
+        if info.dtype not in form.dtypes and end not in (".weight", "_proj"):
             raise CheckpointError(f"{info.file}: tensor {name} is stored as {info.dtype}, not {min(form.dtypes)}")
         if info.dtype in form.dtypes and _is_target(stem, form.targets):
             return form, stem

@@ -160,6 +160,19 @@ class ScaledFormat(FolderFormat):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StackedFp8Format(ScaledFormat):
+    """ModelOpt's FP8 of Llama 4: all experts in one tensor, inputs first, with one scale. Engines hold numbers."""
+
+    values: tuple[str, ...] = ("_proj",)
+    dtypes: frozenset[str] = _FLOAT8
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"scales": ("_proj_weight_scale",)})
+    optional: frozenset[str] = frozenset()
+
+    def dense_name(self, stem: str) -> str:
+        return f"{stem}_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GptqFormat(FolderFormat):
     """GPTQ's words of values along the inputs.
 

@@ -212,6 +212,7 @@ class StageModel:
             self.undo.begin()
             if self._per_layer is not None:
                 batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
+        added: Tensor | None = None  # what the last layer adds to the hidden states: the next one's norm does so
         while first < last:
             run = self._runs.get(first)
             run = run if run is not None and run.takes(batch.loras) and not batch.pictures else None
@@ -219,6 +220,7 @@ class StageModel:
             one_by_one = run is None or not isinstance(kv, Tensor) or first < len(batch.added)
             end = first + 1 if run is None or one_by_one else min(last, run.end)
             if run is not None:
+                hidden, added = _sum(hidden, added), None
                 rows = last_rows if end == last else None
                 inputs = self._native_inputs(run, first, hidden.contiguous(), batch, kv, scales)
                 inputs = replace(inputs, last_rows=rows, signals=signals, progress=progress)
@@ -226,20 +228,22 @@ class StageModel:
                 if came != end:
                     return came, hidden
             elif signals is not None and signals.stopped(first):
-                return first, hidden
+                return first, _sum(hidden, added)
             else:
                 row = first - self.layer_begin
                 layer_scales = None if scales is None else scales[row]
-                hidden = self._layer(first, self.layers[row], hidden, batch, kv[row], layer_scales)
+                hidden, added = self._layer(first, self.layers[row], hidden, added, batch, kv[row], layer_scales)
             if first < len(batch.added):
                 rows_at, values = batch.added[first]
+                hidden, added = _sum(hidden, added), None
                 hidden.index_add_(0, rows_at, values)
             first = end
         for index, weights in enumerate(self._tail if last == self.config.num_layers else (), last):
             read = weights.spec.attention.kv_of
             assert read is not None
-            hidden = self._layer(index, weights, hidden, batch, kv[read], None if scales is None else scales[read])
-        return last, hidden
+            read_scales = None if scales is None else scales[read]
+            hidden, added = self._layer(index, weights, hidden, added, batch, kv[read], read_scales)
+        return last, _sum(hidden, added)
 
     def _native_inputs(
         self,
@@ -384,26 +388,43 @@ class StageModel:
         return decoder.embedding_factor != 1.0 or decoder.logits_factor != 1.0 or decoder.logits_soft_cap is not None
 
     def _layer(
-        self, index: int, weights: LayerWeights, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
-    ) -> Tensor:
-        """Run layer `index` in torch over `kv` [blocks, kv_heads, planes, block_size, head_dim], which it reads."""
+        self,
+        index: int,
+        weights: LayerWeights,
+        hidden: Tensor,
+        added: Tensor | None,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run layer `index` in torch over `kv` [blocks, kv_heads, planes, block_size, head_dim], which it reads.
+
+        `added`: what the layer before adds to `hidden`, not yet done; None: nothing. Returns both behind this layer.
+        """
         if batch.loras is not None:
             weights = with_loras(batch.loras, index, weights)
         spec = weights.spec
         if isinstance(weights.attention, IndexerWeights):
-            batch.normed = _read(weights, hidden, batch)
+            batch.normed, hidden = _read(weights, hidden, added, batch)
             self._choose_keys(weights.attention, spec, batch.normed, batch, kv, scales)
-            return hidden
-        return self._with_result(index, weights, hidden, batch, kv, scales)
+            return hidden, None
+        return self._with_result(index, weights, hidden, added, batch, kv, scales)
 
     def _with_result(
-        self, index: int, weights: LayerWeights, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
-    ) -> Tensor:
+        self,
+        index: int,
+        weights: LayerWeights,
+        hidden: Tensor,
+        added: Tensor | None,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """As `_layer`, for layers that change hidden states."""
         spec = weights.spec
         if index == self._whole_layer:
             batch = batch.without_slots()
-        normed = _read(weights, hidden, batch)
+        normed, hidden = _read(weights, hidden, added, batch)
         added = self._total(self._over_tokens(weights, normed, batch, kv, scales))
         if weights.attention_out_norm is not None:
             added = weights.attention_out_norm(added)
@@ -411,7 +432,7 @@ class StageModel:
             added = added * spec.residual_factor
         if weights.feed_forward is None:
             batch.normed = normed
-            return hidden.add_(added)
+            return hidden.add_(added), None
         if spec.parallel:
             inner = normed if weights.feed_forward_norm is None else weights.feed_forward_norm(hidden)
             hidden = hidden + added
@@ -427,10 +448,12 @@ class StageModel:
             added = weights.feed_forward_out_norm(added)
         if spec.residual_factor != 1.0:
             added = added * spec.residual_factor
-        hidden = added.add_(hidden)
+        if weights.per_layer is None and weights.scalar is None:
+            return hidden, added
+        hidden = _sum(hidden, added)
         if weights.per_layer is not None:
             hidden = self._with_own_embedding(weights.per_layer, spec, index, hidden, batch)
-        return hidden if weights.scalar is None else hidden.mul_(weights.scalar)
+        return hidden if weights.scalar is None else hidden.mul_(weights.scalar), None
 
     def _over_tokens(
         self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
@@ -632,12 +655,20 @@ class StageModel:
         )  # fmt: skip
 
 
-def _read(weights: LayerWeights, hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """Return what a layer's part over tokens reads."""
+def _read(weights: LayerWeights, hidden: Tensor, added: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Return what a layer's part over tokens reads, and hidden states with `added`, which is not looked at again."""
+    if added is not None and weights.attention_norm is not None and not weights.spec.beside:
+        return weights.attention_norm(added, residual=hidden), hidden  # hidden is the sum from here on
+    hidden = _sum(hidden, added)
     if weights.spec.beside:
         assert batch.normed is not None
-        return batch.normed
-    return hidden if weights.attention_norm is None else weights.attention_norm(hidden)
+        return batch.normed, hidden
+    return (hidden if weights.attention_norm is None else weights.attention_norm(hidden)), hidden
+
+
+def _sum(hidden: Tensor, added: Tensor | None) -> Tensor:
+    """Return hidden states with what a layer adds; `added` may be overwritten."""
+    return hidden if added is None else added.add_(hidden)
 
 
 def _as_they_are(part: Tensor) -> Tensor:

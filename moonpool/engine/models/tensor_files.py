@@ -93,7 +93,11 @@ class SafetensorsFiles:
     def each(self, name: str, info: TensorInfo) -> Iterator[Tensor]:
         if info.format is not None:
             with _named(name, info):
-                yield from torch.split(weight_reader(info.format).dense(self._parts(info)), 1)
+                reader, parts = weight_reader(info.format), self._parts(info)
+                if parts["scales"].numel() > 1:
+                    yield from torch.split(reader.dense(parts), 1)
+                else:  # an expert at a time: no second whole tensor in float32
+                    yield from (reader.dense({**parts, "values": each}) for each in torch.split(parts["values"], 1))
             return
         shape = (1, *info.shape[1:])
         size = prod(shape) * _SAFETENSORS_TYPES[info.dtype].itemsize

@@ -215,9 +215,9 @@ class Bnb4BitReader(WeightReader):
 
 def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
     """Return `scales` in a shape that broadcasts to [outputs, inputs] or is that."""
-    rows, columns = shape
     if scales.numel() == 1:
         return scales.view(1, 1)
+    rows, columns = shape
     if scales.dim() == 1:
         scales = scales[:, None]
     if block is None and scales.shape[0] == rows and columns % scales.shape[1] == 0:

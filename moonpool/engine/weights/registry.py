@@ -16,6 +16,7 @@ from moonpool.base.checkpoint.weight_formats import (
     GptqFormat,
     Mxfp4Format,
     ScaledFormat,
+    StackedFp8Format,
 )
 from moonpool.engine.weights.base import WeightReader
 from moonpool.engine.weights.folders import (
@@ -33,6 +34,7 @@ from moonpool.engine.weights.gguf import GgufReader
 WEIGHT_READERS: dict[type[WeightFormat], Callable[[Any], WeightReader]] = {
     GgufType: GgufReader,
     ScaledFormat: ScaledReader,
+    StackedFp8Format: ScaledReader,
     GptqFormat: GptqReader,
     AwqFormat: AwqReader,
     CompressedFormat: CompressedReader,

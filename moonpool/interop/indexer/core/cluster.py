@@ -254,7 +254,8 @@ def _runs(blocks: Sequence[tuple[BlockName, int]]) -> list[list[tuple[BlockName,
 def _stored(run: Sequence[tuple[BlockName, int]]) -> BlockStored:
     first, tier = run[0]
     # In the order of vLLM: adapter, pictures, salt.
-    extra: list[tuple[object, ...]] = [((first.lora,) if first.lora else ()) + name.media for name, _ in run]
+    adapter: tuple[object, ...] = (first.lora,) if first.lora else ()
+    extra: list[tuple[object, ...]] = [(*adapter, *(("mm", *picture) for picture in name.media)) for name, _ in run]
     if first.parent is None and first.salt:
         extra[0] = (*extra[0], first.salt)
     return BlockStored(

@@ -6,10 +6,12 @@ kernels, which read nothing on the host, are left out.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.checkpoint.config import ModelConfig
@@ -121,3 +123,25 @@ def test_steps_read_nothing_of_a_device(case: str, tmp_path: Path) -> None:
 def test_the_longest_head_is_that_of_the_kernels() -> None:
     assert GPU_HEAD_DIM == triton.MAX_HEAD_DIM
     assert GPU_LATENT == (triton.MAX_VALUE_DIM, triton.MAX_REST)
+
+
+class Adds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts additions in place."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.add_.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("case", "apart"), [("llama", 1), ("gemma2", 1), ("olmo2", 8), ("cohere", 1)])
+def test_what_a_layer_adds_is_added_by_the_next_ones_norm(case: str, apart: int, tmp_path: Path) -> None:
+    """Of layers in one call; the last one's is added apart, and what no norm reads."""
+    model = on_meta(tmp_path, case)
+    assert len(model.layers) == 4
+    with Adds() as adds, torch.no_grad():  # type: ignore[no-untyped-call]
+        batch = chunk_batch()
+        hidden = model.embed(batch.token_ids)
+        model.run(hidden, batch, pools(model.config), 0, 4)
+    assert adds.count == apart

@@ -175,37 +175,53 @@ def two_turns(model: transformers.PreTrainedModel, path: Path, *, stages: bool =
     assert_greedy(model, turn, second)
 
 
-@pytest.mark.parametrize("name", rows(FOLDERS, QUICK))
-def test_a_folder_starts_as_published(name: str, tmp_path: Path) -> None:
+def folder_of(name: str, path: Path) -> transformers.PreTrainedModel:
+    """Write a row of `FOLDERS`; returns the model."""
     architecture, case, changed, edit = FOLDERS[name]
     model_type, sizes = CASES[case]
     model = reference(model_type, {**sizes, **changed})
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
+    model.save_pretrained(path)
+    file = path / "config.json"
     fields = json.loads(file.read_text())
     spelled_as_before(fields)
     fields["architectures"] = [architecture]
     if edit is not None:
         edit(fields)
     file.write_text(json.dumps(fields))
-    two_turns(model, tmp_path, stages=case not in ONE_STAGE)
+    return model
+
+
+def whole_of(name: str, path: Path) -> transformers.PreTrainedModel:
+    """Write a row of `WHOLE`; returns the model."""
+    model: transformers.PreTrainedModel = whole_model(*WHOLE[name])
+    save_as_published(name, model, path)
+    return model
+
+
+def file_of(name: str, file: Path, tokenizer: Path | None = None) -> transformers.PreTrainedModel:
+    """Write a row of `GGUF`; returns the model. `tokenizer`: a folder with one; None: tokens are only numbered."""
+    case = GGUF[name]
+    model_type, sizes = CASES[FILES[case][0]]
+    model = reference(model_type, {**sizes, **CHANGED.get(case, {})})
+    write(case, model, file, tokenizer=tokenizer)
+    return model
+
+
+@pytest.mark.parametrize("name", rows(FOLDERS, QUICK))
+def test_a_folder_starts_as_published(name: str, tmp_path: Path) -> None:
+    two_turns(folder_of(name, tmp_path), tmp_path, stages=FOLDERS[name][1] not in ONE_STAGE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_model_with_further_parts_starts_as_published(name: str, tmp_path: Path) -> None:
-    model = whole_model(*WHOLE[name])
-    save_as_published(name, model, tmp_path)
-    two_turns(model, tmp_path)
+    two_turns(whole_of(name, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("name", rows(GGUF, QUICK_GGUF))
 def test_a_gguf_file_starts_as_converted(name: str, tmp_path: Path) -> None:
-    case = GGUF[name]
-    model_type, sizes = CASES[FILES[case][0]]
-    model = reference(model_type, {**sizes, **CHANGED.get(case, {})})
-    write(case, model, tmp_path / "model.gguf")
-    two_turns(model, tmp_path / "model.gguf", stages=FILES[case][0] not in ONE_STAGE)
+    model = file_of(name, tmp_path / "model.gguf")
+    two_turns(model, tmp_path / "model.gguf", stages=FILES[GGUF[name]][0] not in ONE_STAGE)
 
 
 def test_the_page_lists_what_starts_as_published() -> None:

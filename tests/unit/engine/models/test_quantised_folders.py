@@ -241,6 +241,26 @@ def test_the_file_of_modelopt_counts_where_config_json_says_nothing(tmp_path: Pa
     assert torch.equal(layer.feed_forward.gate_up.dense()[-len(dense) :], dense)
 
 
+def test_experts_of_llama_4_in_one_tensor_have_one_scale(tmp_path: Path) -> None:
+    """As ModelOpt writes them; the other weights have names and scales of their own."""
+    model = reference(*CASES["llama4"])
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            weight.data.copy_(weight.data.to(torch.float8_e4m3fn).float() * 0.75)
+    model.save_pretrained(tmp_path)
+    dense = logits(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    stacked = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert stacked
+    for name in stacked:
+        tensors[name] = (tensors[name] / 0.75).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}_weight_scale": torch.tensor(0.75), f"{name}_input_scale": torch.tensor(1.0)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    configure(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"})
+    assert torch.equal(logits(tmp_path), dense)
+
+
 @pytest.mark.parametrize(
     ("field", "settings"),
     [

@@ -286,7 +286,7 @@ def test_blocks_with_pictures_are_told_in_the_form_of_vllm_and_apart_from_others
     numbers = [number for event in told for number in event.hashes]
     assert len(set(numbers)) == len(numbers) == 4 + 3 + 3, "the block before the picture is told once"
     extra = [event.extra_keys for event in told]
-    shown = [((item.digest.hex(), 3),) for item in (cat, dog)]
-    goes_on = [((item.digest.hex(), 3 - size),) for item in (cat, dog)]
+    shown = [(("mm", item.digest.hex(), 3),) for item in (cat, dog)]
+    goes_on = [(("mm", item.digest.hex(), 3 - size),) for item in (cat, dog)]
     assert extra == [((), (), (), ()), (shown[0], goes_on[0], ()), (shown[1], goes_on[1], ())]
     cluster.check_invariants()

@@ -53,7 +53,8 @@ def test_kernels_are_told_by_what_they_read_and_write() -> None:
     check(decode_row(ON, SMALL, 3, 32), 3 * 32 * token / 0.25 / 1e9, "copy", copied)
     check(write_row(ON, SMALL, 20), 2 * 20 * token / 0.25 / 1e9, "copy", copied)
     check(copy_row(ON, SMALL, 2), 2 * 2 * 3 * 16 * token / 0.25 / 1e9, "copy", copied)
-    added, alone = norm_rows(ON, torch.float32, 5, 64)
+    added, alone, carried = norm_rows(ON, torch.float32, 5, 64)
+    check(carried, 4 * 5 * 64 * 4 / 0.25 / 1e9, "two launches", 4 * 5 * 64 * 4 / 0.25 / 1e9)
     check(added, 4 * 5 * 64 * 4 / 0.25 / 1e9, "copy", copied)
     check(alone, 2 * 5 * 64 * 4 / 0.25 / 1e9, "torch's norm", 2 * 5 * 64 * 4 / 0.25 / 1e9)
 
