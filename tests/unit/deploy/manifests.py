@@ -71,7 +71,13 @@ def environment(overlay: str, container: Manifest, pod: Mapping[str, str] = Mapp
         found |= maps[source["configMapRef"]["name"]]
     for variable in container.get("env", ()):
         origin = variable.get("valueFrom", {})
-        value = pod[origin["fieldRef"]["fieldPath"]] if "fieldRef" in origin else variable["value"]
+        match origin:
+            case {"fieldRef": {"fieldPath": path}}:
+                value = pod[path]
+            case {"configMapKeyRef": {"name": name, "key": key}}:
+                value = maps[name][key]
+            case _:
+                value = variable["value"]
         found[variable["name"]] = expanded(value, found)
     return found
 

@@ -20,7 +20,7 @@ from moonpool.base.kv.keys import tokens_to_bytes
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kernels import triton
 from moonpool.engine.kernels.choice import VARIABLE
-from moonpool.engine.kernels.triton import ops, sampling
+from moonpool.engine.kernels.triton import ops, recurrent, sampling
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
@@ -38,6 +38,8 @@ def _triton_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that Triton is chosen for a device that is no GPU
     for name in ops.__all__:
         monkeypatch.setattr(ops, name, lambda *args, **options: None)
+    for name in ("convolve", "scan"):
+        monkeypatch.setattr(recurrent, name, lambda *args, **options: None)
     for name in ("weights_of", "keep_leading"):
         monkeypatch.setattr(sampling, name, lambda *args, **options: None)
     monkeypatch.setattr(sampling, "pick", lambda weights, rows, numbers: rows)
