@@ -46,9 +46,9 @@ Every service reports metrics in two ways:
 - `moonpool check --json` and `moonpool kvstore stat` show gauges and counters of a service by name, without the prefix
   `moonpool_<service>_`.
 
-A counter only grows, and starts at 0 when the service starts. A gauge goes up and down. The column *at rest* has the
-value that a gauge must have when no request runs; `moonpool check` fails if the value is another one. To add a metric,
-see [extend/metric.md](extend/metric.md).
+Names that end in `_total` are counters, which only grow, and start at 0 when the service starts. Others are gauges
+where the text says no other kind. "At rest" is the value that a gauge must have when no request runs; `moonpool check`
+fails if the value is another one. To add a metric, see [extend/metric.md](extend/metric.md).
 """
 
 Table = Sequence[Metric[Any]]
@@ -86,19 +86,25 @@ def page() -> str:
     parts = [HEAD]
     for kinds in sorted(sections, key=lambda kinds: (-len(kinds), [*SERVICES].index(kinds[0]))):
         title = "every service" if len(kinds) == len(SERVICES) else ", ".join(kinds)
-        parts += [f"\n## {title}\n\n| metric | kind | at rest | meaning |\n|---|---|---|---|\n", *sections[kinds]]
+        parts += [f"\n## {title}\n\n| metric | meaning |\n|---|---|\n", *sections[kinds]]
     return "".join(parts)
 
 
 def _rows(service: str, tables: Iterable[Table]) -> Iterator[tuple[str, str]]:
-    """A service's metrics: the name, with `{service}` in place of the service, and the other cells."""
+    """A service's metrics: the name, with `{service}` in place of the service, and what the page says."""
     for metric in itertools.chain.from_iterable(tables):
-        at_rest = "" if metric.at_rest is None else f"{metric.at_rest:g}"
-        yield f"moonpool_{{service}}_{metric.name}", f"{metric.kind.value} | {at_rest} | {metric.help}"
+        name = f"moonpool_{{service}}_{metric.name}"
+        at_rest = "" if metric.at_rest is None else f" At rest: {metric.at_rest:g}."
+        yield name, f"{_kind(name, metric.kind.value)}{metric.help}{at_rest}"
     for family in _families(service):
         name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         name = re.sub(f"^moonpool_{service}_", "moonpool_{service}_", name)
-        yield name, f"{family.type} |  | {family.documentation}"
+        yield name, f"{_kind(name, family.type)}{family.documentation}"
+
+
+def _kind(name: str, kind: str) -> str:
+    """The kind of a metric, where the name does not say it."""
+    return "" if kind == ("counter" if name.endswith("_total") else "gauge") else f"{kind.capitalize()}: "
 
 
 def _families(service: str) -> Iterable[MetricFamily]:

@@ -29,8 +29,8 @@ def rules() -> list[dict[str, Any]]:
 def exported() -> set[str]:
     """Names of series that services export, with the suffixes of histograms."""
     found = set()
-    for names, kind in re.findall(r"^\| (`[^|]+`) \| (\w+) \|", PAGE.read_text(), flags=re.MULTILINE):
-        suffixes = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)
+    for names, kind in re.findall(r"^\| (`[^|]+`) \| (Histogram: )?", PAGE.read_text(), flags=re.MULTILINE):
+        suffixes = ("_bucket", "_count", "_sum") if kind else ("",)
         found |= {name + suffix for name in re.findall(r"`([^`]+)`", names) for suffix in suffixes}
     return found
 
