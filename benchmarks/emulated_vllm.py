@@ -358,8 +358,7 @@ async def serve(options: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(context.destroy, linger=0)
         for _ in range(options.engines):
-            anywhere = "tcp://127.0.0.1:*"
-            events = await stack.enter_async_context(publishing(context, anywhere, anywhere))
+            events = await stack.enter_async_context(publishing(context, options.events, options.replays))
             engine = EmulatedVllm(
                 speeds,
                 options.token_scale,
@@ -375,9 +374,9 @@ async def serve(options: argparse.Namespace) -> None:
             runner = web.AppRunner(HttpApi(engine, tokenizer, source).app(), access_log=None, shutdown_timeout=0.1)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, options.host, options.port)
             await site.start()
-            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            urls.append(f"http://{options.host}:{runner.addresses[0][1]}")
             stack.callback(asyncio.create_task(engine.run()).cancel)
         print("ready:", json.dumps(urls), flush=True)
         await stopping.wait()
@@ -394,6 +393,10 @@ def main() -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=8192, help="the profile's tokens of a step at most"
     )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="of HTTP; 0 = any free one, as several engines need")
+    parser.add_argument("--events", default="tcp://127.0.0.1:*", help="ZMQ endpoint of KV events")
+    parser.add_argument("--replays", default="tcp://127.0.0.1:*", help="ZMQ endpoint of their replays")
     asyncio.run(serve(parser.parse_args()))
 
 

@@ -1,14 +1,17 @@
 """What a picture costs, by what is known already: `python -m benchmarks.pictures [--side 512] [--tiny]`.
 
 Milliseconds of processor time of one picture in a prompt of a model in the size of SmolVLM-256M, with random weights:
-its file, the encoder, and the prompt; then the same with known rows, and with known KV. Beside stands a prompt of text
-with as many tokens. With the detail "low" the picture is one square, else SmolVLM cuts it.
+its file, the encoder, and the prompt; then the same with known rows, and with known KV. The rows also go to a kvstore
+and come back: both sides together, over gRPC. Beside stands a prompt of text with as many tokens. With the detail "low"
+the picture is one square, else SmolVLM cuts it.
 """
 
 import argparse
+import asyncio
 import json
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +23,25 @@ import torch
 from benchmarks.frame import Progress, Row, optional, paired, run
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.checkpoint.picture_rule import read_rule
-from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
+from moonpool.base.kv.media import MediaItem
+from moonpool.base.kv.picture_rows import rows_layout
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.pictures.base import PictureRule
 from moonpool.base.pictures.file_process import decode
 from moonpool.base.pictures.files import Picture
 from moonpool.base.pictures.rule import with_pictures
-from moonpool.base.scheduling.steps import SequenceStep
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.steps import ENCODER, PlacedPicture, SequenceSampling, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.pictures import packed_rows
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.picture_rows import PictureStores
+from moonpool.engine.request import IncomingRequest, RequestRows
+from moonpool.v1 import kv_pb2
 from tests.pictures import add_weights, picture_file, smolvlm_model
+from tests.unit.kvstore.rig import Rig, rig
 
 BLOCK, CHUNK, BEHIND = 64, 512, 16
 """Tokens of a block and of a chunk, and of the text behind the picture."""
@@ -83,6 +96,54 @@ class Prompt:
             self.stage.run(hidden, batch, self.pool, 0, self.stage.layer_end)
 
 
+class Kept:
+    """A picture's rows in a kvstore, put by one engine and read by another one."""
+
+    def __init__(self, rule: PictureRule, item: MediaItem, rows: bytes) -> None:
+        self._rule, self._item, self._rows = rule, item, rows
+
+    async def spent_ms(self) -> tuple[float, float]:
+        """Milliseconds for taking the rows, and for giving them.
+
+        Raises:
+            RuntimeError: other rows came back.
+        """
+        async with rig(dram_bytes=1 << 30, picture_share=0.5) as store:
+            engines = [self._engine(store) for _ in range(2)]
+            tasks = [asyncio.ensure_future(engine.run()) for engine in engines]
+            await asyncio.sleep(0)  # they begin
+            encoded = PlacedPicture(0, self._item.end, ENCODER, 1, self._item.digest, self._rows)
+            (await self._asked(engines[0], store)).placed(encoded)
+            began = time.process_time()
+            await engines[0].idle(60)
+            put = time.process_time()
+            found = (await self._asked(engines[1], store, held=True)).known
+            read = time.process_time()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if list(found.values()) != [self._rows]:
+            raise RuntimeError("the kvstore has not given the rows back")
+        return 1e3 * (put - began), 1e3 * (read - put)
+
+    def _engine(self, store: Rig) -> PictureStores:
+        grid = self._rule.grid(self._item.width, self._item.height, self._item.detail)
+        row_bytes = len(self._rows) // self._rule.tokens(grid).count(self._rule.mark)
+
+        def endpoint(address: str) -> KVEndpoint:
+            return KVEndpoint(store.channels, address, kv_pb2.StreamHello(), rows_layout(row_bytes))
+
+        return PictureStores(bytes(32), self._rule, row_bytes, endpoint, lambda tenant: ())
+
+    async def _asked(self, engine: PictureStores, store: Rig, *, held: bool = False) -> RequestRows:
+        item, kept = self._item, kv_pb2.Instance(id="kvstore-0", address=store.address, epoch=9)
+        spec = EngineRequest((), item.end, item.end)
+        request = IncomingRequest("r", array("i"), BlockKey(bytes(32)), SequenceSampling(item.end), spec, media=(item,))
+        found = await engine.added(request, [kv_pb2.MediaItem(digest=item.digest, rows_store=kept, rows_held=held)])
+        assert found.rows is not None
+        return found.rows
+
+
 def _spent_ms(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
@@ -132,6 +193,13 @@ def _rows(
             ("the prompt, with known KV", partial(shown.compute, behind)),
         ):
             found.setdefault(what, []).append((_spent_ms(work), text_ms))
+        rows = packed_rows(stage.pictures.rows(media[0]))
+        for what, spent in zip(
+            ("its rows, to a kvstore", "its rows, of a kvstore"),
+            asyncio.run(Kept(rule, media[0], rows).spent_ms()),
+            strict=True,
+        ):
+            found.setdefault(what, []).append((spent, text_ms))
         progress(f"{side} pixels, detail {detail}, {count} tokens: run {number + 1} of {options.runs}")
     limit = f"text of {count} tokens, ms"
     return [

@@ -38,9 +38,9 @@ class Gpu:
     limits: Limits
 
 
-HOPPER = Gpu("sm_90", ("cuda", 90, 32), Limits(132, 227 << 10, float8=True, warpgroups=True))
-AMPERE = Gpu("sm_80", ("cuda", 80, 32), Limits(108, 163 << 10))
-AMPERE_SMALL = Gpu("sm_86", ("cuda", 86, 32), Limits(82, 99 << 10))
+HOPPER = Gpu("sm_90", ("cuda", 90, 32), Limits(132, 227 << 10, float8=True, warpgroups=True, thirds=True))
+AMPERE = Gpu("sm_80", ("cuda", 80, 32), Limits(108, 163 << 10, thirds=True))
+AMPERE_SMALL = Gpu("sm_86", ("cuda", 86, 32), Limits(82, 99 << 10, thirds=True))
 AMD = Gpu("gfx942", ("hip", "gfx942", 64), Limits(304, 64 << 10, stages=2))
 
 
@@ -89,7 +89,16 @@ class Resources:
 @contextmanager
 def caught(limits: Limits) -> Iterator[list[Launch]]:
     """Note launches, and run none, on a device with these `limits`."""
-    from moonpool.engine.kernels.triton import attention, device, experts, pointwise, pool, products, sampling
+    from moonpool.engine.kernels.triton import (
+        attention,
+        device,
+        experts,
+        pointwise,
+        pool,
+        products,
+        recurrent,
+        sampling,
+    )
 
     launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]
@@ -97,9 +106,11 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
     kernels += [(pointwise, name) for name in ("_norm", "_rope", "_silu_mul")]
     kernels += [(products, name) for name in ("_bytes_of_rows", "_packed_product")]
     kernels += [(experts, name) for name in ("_expert_product", "_add_weighted")]
+    kernels += [(recurrent, name) for name in ("_convolve", "_scan")]
     kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]
     with ExitStack() as stack:
-        stack.enter_context(patch.object(attention, "limits_of", lambda _: limits))
+        for module in (attention, recurrent):
+            stack.enter_context(patch.object(module, "limits_of", lambda _: limits))
         for module, name in kernels:
             stack.enter_context(patch.object(module, name, _Caught(getattr(module, name), launched)))
         yield launched

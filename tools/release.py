@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     for path in write(version):
         print(f"{path.stat().st_size:>12,}  {path.relative_to(ROOT)}")
     print(told)
-    print(f"then: git tag -s v{version} -F {DIST.name}/{NOTES}")
+    # Headings of the notes begin with "#", as comments do, which git leaves out of a message otherwise.
+    print(f"then: git tag -s v{version} --cleanup=whitespace -F {DIST.name}/{NOTES}")
     return 0
 
 

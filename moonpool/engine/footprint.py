@@ -111,13 +111,13 @@ def lora_bytes(model: ModelConfig, engine: EngineSpec, layer_begin: int, layer_e
     element, rank = 4 if engine.dtype == "float32" else 2, engine.max_lora_rank
     elements = 0
     for layer in model.decoder.layers[layer_begin:layer_end]:
-        for inputs, outputs, parts in _products(model, layer):
+        for inputs, outputs, parts in layer_products(model, layer):
             ranks = _filled(parts * rank)
             elements += ranks * inputs + ranks * _filled(outputs)
     return engine.max_loras * elements * element
 
 
-def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, int]]:
+def layer_products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, int]]:
     """Yield inputs, outputs and number of projections of each product that takes adapters; at least what there is."""
     hidden, attention, latent = model.hidden_size, layer.attention, layer.attention.latent
     heads = attention.num_heads * attention.head_dim

@@ -49,6 +49,8 @@ class EngineSpec:
     """Pipeline stages; each runs consecutive layers."""
     weights: bytes = b""
     """The checkpoint's `weights_fingerprint`; only stages on other hosts need one."""
+    layer_costs: tuple[int, ...] = ()
+    """What each layer takes, in any unit, for dividing them into stages; (): all take the same."""
     joined: frozenset[int] = frozenset()
     """Layers with which no stage begins (`DecoderSpec.joined`)."""
     ranks: int = 1
@@ -98,7 +100,7 @@ class EngineSpec:
     @property
     def stage_layers(self) -> list[tuple[int, int]]:
         """Each stage's layers, first and one past the last."""
-        return stage_ranges(self.layout.layers, self.stages, self.joined)
+        return stage_ranges(self.layout.layers, self.stages, self.joined, self.layer_costs)
 
     @property
     def slots(self) -> int:

@@ -7,7 +7,7 @@ the stream has computed the tensor.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from moonpool.base.scheduling.steps import SequenceStep, Step
@@ -110,7 +110,10 @@ class RunMode(ABC):
             # Gates are done before the report: the receiver may open the next step's gates at once.
             self._stage.kv_gates.done(run.step.step_id)
         if done and run.step.layer_events and any(token is not None for token in run.output.sampled):
-            self._stage.emit(StageTokens(self._stage_done(run, run.output, times, share)))
+            tokens = self._stage_done(run, run.output, times, share)
+            # Encoded pictures are large: the tokens do not wait for their way.
+            pictures = tuple(replace(picture, rows=b"") for picture in tokens.pictures)
+            self._stage.emit(StageTokens(replace(tokens, pictures=pictures)))
         if run.reported is not None:
             run.reported.wait()  # the report of the step comes after those of all layers
         report = partial(self._report, run, run.output, times, share, 0, aborted=not done, over=following is None)

@@ -42,6 +42,7 @@ from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.request import IncomingRequest
+from moonpool.engine.stage_costs import layer_costs
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WEIGHTS_NAME = 32
@@ -146,6 +147,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_num_batched_tokens=0 if by_memory and not config.most_step_tokens else _step_tokens(config),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
+        layer_costs=() if stages == 1 else layer_costs(model, config.most_step_tokens or STEP_TOKENS),
         joined=model.decoder.joined,
         ranks=config.tensor_parallel_size,
         threads=config.threads,

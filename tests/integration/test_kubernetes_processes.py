@@ -1,7 +1,8 @@
 """The commands, variables, probes and preStop of deploy/kubernetes, as processes, each pod at an address of its own.
 
 No cluster: what kubelet would do with a pod is done here. Volumes are folders, secrets are files of `moonpool certs`.
-Compute is emulated, and stores are small.
+Compute is emulated, also where a GPU is asked for, and stores are small. A server with vLLM's HTTP and KV events stands
+for vLLM, at the ports that the manifest names.
 """
 
 import contextlib
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moonpool.base.bundled import model_dir
 from moonpool.cli.certs import create
 from tests.integration.namespaces import Network, missing
 from tests.unit.deploy.manifests import Manifest, environment, expanded, manifests, templates
@@ -32,6 +34,7 @@ SMALL = {
     "MOONPOOL_BLOCK_SIZE": "16",
     "MOONPOOL_DRAM_BYTES": str(16 << 20),
     "MOONPOOL_SSD_BYTES": str(64 << 20),
+    "MOONPOOL_DEVICE": "cpu",
 }
 BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}", "HOME": "/", "TERM": "dumb"}
 START_S = 180.0
@@ -51,30 +54,46 @@ PROMPT = "the tide of a moon pool rises and falls with the sea below the ship " 
 
 @dataclass(slots=True)
 class Pod:
-    """A pod of a workload, with one container.
+    """A pod of a workload, or one of the containers of a pod that has several.
 
     Attributes:
         name: the pod's name.
         host: name in DNS, or the pod's name where it has none.
         template: as the workload has it.
+        container: one of the template's.
     """
 
     name: str
     host: str
     template: Manifest
+    container: Manifest
     process: subprocess.Popen[bytes] | None = None
 
     @property
-    def container(self) -> Manifest:
-        """The container."""
-        (only,) = self.template["spec"]["containers"]
-        found: Manifest = only
-        return found
-
-    @property
     def kind(self) -> str:
-        """The service."""
-        return str(self.container["args"][0])
+        """The service, or `vllm`."""
+        return "vllm" if self.container["name"] == "vllm" else str(self.container["args"][0])
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """What the container runs."""
+        if self.kind != "vllm":
+            return ["moonpool", *arguments]
+        given = dict(argument.partition("=")[::2] for argument in arguments)
+        sources = json.loads(given["--kv-events-config"])
+        emulated = [
+            sys.executable,
+            "-m",
+            "benchmarks.emulated_vllm",
+            "--engines=1",
+            "--time-scale=20",
+            "--host=0.0.0.0",
+        ]
+        ports = [
+            f"--events={sources['endpoint']}",
+            f"--replays={sources['replay_endpoint']}",
+            f"--port={given['--port']}",
+        ]
+        return [*emulated, *ports]
 
 
 def planned(overlay: str) -> list[Pod]:
@@ -87,7 +106,8 @@ def planned(overlay: str) -> list[Pod]:
             for number in range(spec["replicas"]):
                 name = "-".join(filter(None, (item["metadata"]["name"], role, str(number))))
                 service = spec.get("serviceName") if item["kind"] == "StatefulSet" else None
-                found.append(Pod(name, f"{name}.{service}" if service else name, template))
+                host = f"{name}.{service}" if service else name
+                found += [Pod(name, host, template, container) for container in template["spec"]["containers"]]
     return found
 
 
@@ -112,7 +132,7 @@ class Cluster:
                 }
                 ours |= self._model | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
                 ours |= {"MOONPOOL_JOURNAL_DIR": os.environ["MOONPOOL_JOURNAL_DIR"]}
-                command = ["moonpool", *(_placed(expanded(word, own), paths) for word in pod.container["args"])]
+                command = pod.command([_placed(expanded(word, own), paths) for word in pod.container["args"]])
                 process = self.network.process(pod.host, command, BARE | own | ours, self.log(pod))
                 pod.process = stack.enter_context(process)
             yield
@@ -122,7 +142,7 @@ class Cluster:
         found = {}
         for mount in pod.container["volumeMounts"]:
             folder = self._folder / pod.name / mount["name"]
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             found[mount["mountPath"]] = str(folder)
             if mount["name"] == "tls":
                 for file, source in SECRET.items():
@@ -131,7 +151,7 @@ class Cluster:
 
     def log(self, pod: Pod) -> Path:
         """What a pod prints."""
-        return self._folder / f"{pod.name}.log"
+        return self._folder / f"{pod.name}-{pod.container['name']}.log"
 
     def ask(self, host: str, url: str, *body: str) -> str:
         """An answer as a process at a host gets it: the status of a GET, the body of a POST, or the error."""
@@ -169,29 +189,37 @@ def _placed(text: str, paths: dict[str, str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("overlay", ["plain", "tls"])
+ENGINES = {"plain": ("prefill", "decode"), "tls": ("prefill", "decode"), "nvidia": ("prefill", "decode"),
+           "vllm": ("adapter", "vllm")}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlay", ENGINES)
 def test_pods_start_answer_their_probes_serve_and_end(overlay: str, checkpoint: Path, tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
     pods = planned(overlay)
-    assert {pod.kind for pod in pods} == {"conductor", "gateway", "kvstore", "prefill", "decode"}
+    assert {pod.kind for pod in pods} == {"conductor", "gateway", "kvstore", *ENGINES[overlay]}
     if overlay == "tls":
         create(tmp_path / "certs")
-    with Network(tmp_path, [*[pod.host for pod in pods], "kubelet"]) as network:
-        cluster = Cluster(overlay, network, pods, checkpoint, tmp_path)
+    model = model_dir() if overlay == "vllm" else checkpoint
+    with Network(tmp_path, [*dict.fromkeys(pod.host for pod in pods), "kubelet"]) as network:
+        cluster = Cluster(overlay, network, pods, model, tmp_path)
         with cluster.running():
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 for pod in pods:
-                    cluster.wait_for(pod, probe)
-            body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "model": "tiny-llama"})
+                    if probe in pod.container:
+                        cluster.wait_for(pod, probe)
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "temperature": 0})
             gateways = [pod for pod in pods if pod.kind == "gateway"]
             answers: list[dict[str, Any]] = [
                 json.loads(cluster.ask("kubelet", f"http://{network.address(pod.host)}:8000/v1/completions", body))
                 for pod in gateways * 2
             ]
-            assert len({answer["choices"][0]["text"] for answer in answers}) == 1, answers
+            assert [answer["usage"]["completion_tokens"] for answer in answers] == [8] * len(answers), answers
+            if overlay != "vllm":  # what stands for vLLM says something else each time
+                assert len({answer["choices"][0]["text"] for answer in answers}) == 1, answers
             assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
-            for kind in ("gateway", "decode", "prefill", "kvstore", "conductor"):
+            for kind in ("gateway", *reversed(ENGINES[overlay]), "kvstore", "conductor"):
                 for pod in pods:
                     if pod.kind == kind:
                         cluster.end(pod)

@@ -27,7 +27,7 @@ from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.kv.pool import PoolPart
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.base.scheduling.steps import ENCODER, LayerDone, Step, stage_ranges
+from moonpool.base.scheduling.steps import ENCODER, LayerDone, Step
 from moonpool.engine.channel import AsyncChannel, encode
 from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.kv_gate import KVGates
@@ -402,7 +402,7 @@ async def start_stages(
     spec: EngineSpec, *, decode: bool, begun: Callable[[Sequence[Rank]], None], **_: Any
 ) -> AsyncIterator[ProcessEngine]:
     """As `start_engine`. `begun` gets the processes, stage by stage and rank by rank."""
-    memory = PoolMemory(stage_ranges(spec.layout.layers, spec.stages))
+    memory = PoolMemory(spec.stage_layers)
     try:
         memory.make(spec.layout, spec.blocks, spec.slots)
         assert memory.pool is not None

@@ -45,6 +45,21 @@ def check(reference: PictureReference, messages: list[Message], result: Generate
             assert abs(token.logprob - float(right)) < ERROR
 
 
+async def start_again(cluster: Cluster, client: AsyncClient) -> None:
+    """The prefill instance ends at once, and another one begins."""
+
+    async def joined() -> bool:
+        return any(instance.kind == "prefill" for instance in (await client.cluster_state()).instances)
+
+    async def left() -> bool:
+        return not await joined()
+
+    cluster.services["prefill-0"].kill()
+    await until(left, "prefill has left")
+    await cluster.services["prefill-0"].start()
+    await until(joined, "prefill has joined")
+
+
 async def check_answers(
     simulation: Simulation,
     folder: Path,
@@ -92,6 +107,12 @@ async def check_answers(
         assert second.usage.cached_tokens > before.usage.prompt_tokens - 2 * BLOCK
 
         await ask([turn("Twice: ", picture(33, 80, 13))], dataclasses.replace(GREEDY, n=2))
+
+        # The KV behind another text is unknown, the encoded picture is not.
+        await start_again(cluster, client)
+        moved = await ask([turn("Behind another text: ", cat, "?")])
+        attempt = (await client.explain(moved.request_id)).attempts[0]
+        assert (attempt.encode_s, attempt.rows_tokens > 0) == (0.0, True), "it came from the kvstore"
         for wrong, why in (
             (dataclasses.replace(cat, width=41), "40 x 30 pixels, not 41 x 30"),
             (dataclasses.replace(cat, content=cat.content[:-30]), "cut or damaged"),
@@ -156,9 +177,10 @@ async def test_answers_of_qwen_whose_positions_have_rows_and_columns(simulation:
     await check_answers(simulation, cells)
 
 
+@pytest.mark.slow
 @in_new_process
 async def test_an_engine_that_starts_again_reads_pictures_from_the_kvstore(simulation: Simulation, cells: Path) -> None:
-    """The KV behind another text is unknown, the encoded picture is not; another tenant's is."""
+    """Each picture has its store, by its digest; without stores it is encoded."""
     reference = PictureReference(cells)
     flags = FLAGS | {"prefill": SIZE}
     cluster = Cluster(simulation, {"kvstore": 2}, flags, checkpoint=cells)
@@ -166,26 +188,13 @@ async def test_an_engine_that_starts_again_reads_pictures_from_the_kvstore(simul
     pictures = [picture(40, 30, seed) for seed in range(6)]
     async with AsyncClient(cluster.addresses) as client:
 
-        async def ask(text: str, shown: Picture, tenant: str = "") -> tuple[bool, bool]:
+        async def ask(text: str, shown: Picture) -> tuple[bool, bool]:
             """Whether the answer took an encoder, and rows of a kvstore."""
             messages = [turn(text, shown)]
-            result = await client.generate(messages=messages, sampling=GREEDY, tenant=tenant)
+            result = await client.generate(messages=messages, sampling=GREEDY)
             check(reference, messages, result)
             attempt = (await client.explain(result.request_id)).attempts[0]
             return attempt.encode_s > 0, attempt.rows_tokens > 0
-
-        async def start_again() -> None:
-            async def joined() -> bool:
-                found = (await client.cluster_state()).instances
-                return any(instance.kind == "prefill" for instance in found)
-
-            async def left() -> bool:
-                return not await joined()
-
-            cluster.services["prefill-0"].kill()
-            await until(left, "prefill has left")
-            await cluster.services["prefill-0"].start()
-            await until(joined, "prefill has joined")
 
         async def stored(count: int) -> None:
             async def there() -> bool:
@@ -200,7 +209,7 @@ async def test_an_engine_that_starts_again_reads_pictures_from_the_kvstore(simul
         assert min(held) > 0, "each picture has a store by its digest"
         assert await ask("The same again: ", pictures[0]) == (False, False), "the engine has these rows in memory"
 
-        await start_again()
+        await start_again(cluster, client)
         for shown in pictures:
             assert await ask("Behind another text: ", shown) == (False, True)
         assert await cluster.gauge("prefill-0", "pictures_read_total") == len(pictures)
@@ -209,7 +218,7 @@ async def test_an_engine_that_starts_again_reads_pictures_from_the_kvstore(simul
 
         for number in range(2):
             cluster.services[f"kvstore-{number}"].kill()
-        await start_again()
+        await start_again(cluster, client)
         assert await ask("Without stores: ", pictures[0]) == (True, False)
         for number in range(2):
             await cluster.services[f"kvstore-{number}"].start()

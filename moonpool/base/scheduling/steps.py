@@ -9,6 +9,8 @@ Steps and results are frozen and picklable.
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Self
 
 from moonpool.base.errors import ConfigError
@@ -383,11 +385,16 @@ def max_steps_in_flight(stages: int) -> int:
     return 1 if stages == 1 else stages + 1
 
 
-def stage_ranges(layers: int, stages: int, joined: Collection[int] = ()) -> list[tuple[int, int]]:
-    """Half-open layer ranges of the stages, as even as possible; earlier stages take the odd layers.
+def stage_ranges(
+    layers: int, stages: int, joined: Collection[int] = (), costs: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """Half-open layer ranges of the stages: the longest stage is as short as can be, and the others are as even.
 
-    The last stage is never longer than others, because the last stage also projects to the vocabulary. `joined`: layers
-    with which no stage begins; the stage before takes them.
+    Args:
+        layers: of the model.
+        stages: of the pipeline.
+        joined: layers with which no stage begins; the stage before takes them.
+        costs: of the layers, in any unit; none: all are equal. Of equal divisions earlier stages take more layers.
 
     Raises:
         ConfigError: `stages` is not between 1 and the number of layers with which a stage can begin.
@@ -396,12 +403,24 @@ def stage_ranges(layers: int, stages: int, joined: Collection[int] = ()) -> list
     if not 1 <= stages <= len(begins):
         most = f"the model's {len(begins)} layers" if not joined else f"{len(begins)}, with which a stage can begin"
         raise ConfigError("pipeline_parallel_size", f"must be between 1 and {most}, not {stages}")
-    short, longer = divmod(layers, stages)
-    ends, first = list[int](), 1
-    for i in range(stages - 1):
-        even = short * (i + 1) + min(i + 1, longer)
-        last = len(begins) - (stages - 1 - i)  # each later stage begins somewhere, too
-        place = next((place for place in range(first, last) if begins[place] >= even), last)
-        ends.append(begins[place])
-        first = place + 1
-    return list(zip([0, *ends], [*ends, layers], strict=True))
+    ends = _stage_ends((*begins, layers), stages, tuple(costs) or (1,) * layers)
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _stage_ends(borders: tuple[int, ...], stages: int, costs: tuple[int, ...]) -> tuple[int, ...]:
+    """The stages' ends; each is one of the `borders`, of which the last is the number of layers."""
+    before = list(accumulate(costs, initial=0))  # by layer: the cost of all layers before
+
+    def division(begin: int, end: int, others: tuple[int, int, tuple[int, ...]]) -> tuple[int, int, tuple[int, ...]]:
+        cost, (longest, squares, ends) = before[borders[end]] - before[borders[begin]], others
+        return max(cost, longest), squares + cost * cost, (-borders[end], *ends)
+
+    last, none = len(borders) - 1, (0, 0, ())
+    best = {begin: division(begin, last, none) for begin in range(last)}
+    for more in range(1, stages):  # stages behind
+        best = {
+            begin: min(division(begin, end, best[end]) for end in range(begin + 1, last - more + 1))
+            for begin in range(last - more)
+        }
+    return tuple(-end for end in best[0][2])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moonpool.engine.kernels.attention import paged_attention
 from moonpool.engine.kernels.reference import dequantize
+from moonpool.engine.kernels.to_device import send_to_device
 
 _TILE_BYTES = 32 << 20
 """Scores of some rows, and gathered keys of some rows, that are held at a time."""
@@ -52,11 +53,14 @@ def choose_keys(
     context_lens: Sequence[int],
     scale: float,
     topk: int,
+    *,
+    deterministic: bool = False,
 ) -> ChosenKeys | None:
     """Return the `topk` keys of each row with the highest sum of weights[h] * relu(q[h] k * scale) over the heads h.
 
     Tables and lengths are those of `moonpool.engine.kernels.attention.paged_attention`. Of keys with the same sum the
-    earlier ones are taken. Sums are computed in float32.
+    earlier ones are taken. Sums are computed in float32: of sequences with one row together, padded to the longest;
+    with `deterministic` each alone.
 
     Returns:
         None if no sequence has more than `topk` tokens.
@@ -66,14 +70,18 @@ def choose_keys(
     if not longer:
         return None
     rows, blocks, slots, unused = [], [], [], []
-    for s in longer:
-        begin, end = spans[s]
-        context, table = context_lens[s], block_tables[s].long()
-        used = table[: -(-context // kv.shape[3])]
-        keys = dequantize(kv[used], None if scales is None else scales[used], torch.float32)
-        tokens, numbers = _best(q[begin:end], weights[begin:end], keys.reshape(-1, kv.shape[4])[:context], scale, topk)
-        rows.append(torch.arange(begin, end, device=q.device))
-        blocks.append(table[tokens // kv.shape[3]])
+    for group in _groups(longer, spans, context_lens, q.shape[1:], alone=deterministic):
+        begins, count = [spans[s][0] for s in group], spans[group[0]][1] - spans[group[0]][0]
+        lengths = [context_lens[s] for s in group]
+        # One copy tells where the rows are, whose they are, and how long these are.
+        told = send_to_device(torch.tensor([begins, group, lengths]), q.device)
+        own = (told[0, :, None] + torch.arange(count, device=q.device)).flatten()
+        tables = block_tables[told[1], : -(-max(lengths) // kv.shape[3])].long()  # [G, blocks]
+        keys = dequantize(kv[tables], None if scales is None else scales[tables], torch.float32)
+        keys = keys.view(len(group), -1, kv.shape[4])
+        tokens, numbers = _best(q[own], weights[own], keys, told[2], scale, topk)
+        rows.append(own)
+        blocks.append(tables.repeat_interleave(count, 0).gather(1, tokens // kv.shape[3]))
         slots.append(tokens % kv.shape[3])
         unused.append(torch.arange(topk, device=q.device) >= numbers[:, None])
     others = [s for s in range(len(spans)) if s not in set(longer)]
@@ -111,24 +119,56 @@ def chosen_attention(
     return out
 
 
-def _best(q: Tensor, weights: Tensor, keys: Tensor, scale: float, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the chosen tokens of a sequence's last rows, [n, topk] int64 filled up with 0, and how many, [n]."""
-    (context, _), (count, heads) = keys.shape, q.shape[:2]
-    turned, positions = keys.t(), torch.arange(context, device=q.device)
-    places = torch.arange(topk, device=q.device)
+def _groups(
+    longer: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    context_lens: Sequence[int],
+    heads: Sequence[int],
+    *,
+    alone: bool,
+) -> list[list[int]]:
+    """Return sequences that are computed together: those with one row, by length, as far as keys and scores fit."""
+    groups: list[list[int]] = []
+    most = 0
+    for s in sorted(longer, key=lambda s: (spans[s][1] - spans[s][0], context_lens[s])):
+        single = spans[s][1] - spans[s][0] == 1
+        if not groups or alone or not single or (len(groups[-1]) + 1) * context_lens[s] > most:
+            groups.append([])
+            most = _TILE_BYTES // (4 * sum(heads))
+        groups[-1].append(s)
+    return groups
+
+
+def _best(
+    q: Tensor, weights: Tensor, keys: Tensor, context_lens: Tensor, scale: float, topk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the chosen tokens of sequences' last rows, [n, topk] int64 filled up with 0, and how many, [n].
+
+    Args:
+        q: rows [n, heads, D], as many of each sequence.
+        weights: [n, heads].
+        keys: of each sequence [S, tokens, D], those behind its context of any value.
+        context_lens: [S] int64.
+        scale: factor on products.
+        topk: most keys of a row.
+    """
+    (sequences, context, width), heads = keys.shape, q.shape[1]
+    each, turned, positions = len(q) // sequences, keys.transpose(1, 2), torch.arange(context, device=q.device)
+    seen = (context_lens[:, None] - each + 1 + torch.arange(each, device=q.device)).flatten()
     tokens, numbers = [], []
-    tile = max(1, _TILE_BYTES // (heads * context * 4))
-    for part in torch.split(torch.arange(count, device=q.device), tile):
-        scores = torch.matmul(q[part].float(), turned).mul_(scale).relu_()  # [rows, heads, context]
-        sums = torch.bmm(weights[part, None], scores)[:, 0]
-        sums.masked_fill_(positions > (part + context - count)[:, None], -torch.inf)
+    tile = len(q) if each == 1 else max(1, _TILE_BYTES // (heads * context * 4))
+    for part in torch.split(torch.arange(len(q), device=q.device), tile):
+        scores = torch.matmul(q[part].float().view(sequences, -1, width), turned).mul_(scale).relu_()
+        sums = torch.bmm(weights[part, None], scores.view(len(part), heads, context))[:, 0]
+        sums.masked_fill_(positions >= seen[part, None], -torch.inf)
         least = sums.topk(topk).values[:, -1:]
         best, equal = sums > least, (sums == least) & (sums > -torch.inf)
         best |= equal & (equal.cumsum(1) <= topk - best.sum(1, keepdim=True))
         numbers.append(best.sum(1))
-        own = torch.zeros((len(part), topk), dtype=torch.int64, device=q.device)
-        own[places < numbers[-1][:, None]] = best.nonzero()[:, 1]
-        tokens.append(own)
+        # Each chosen token goes to its place in order; all others go to a further place, which is dropped.
+        places = torch.where(best, best.cumsum(1) - 1, topk)
+        own = torch.zeros((len(part), topk + 1), dtype=torch.int64, device=q.device)
+        tokens.append(own.scatter_(1, places, positions.expand_as(places))[:, :topk])
     return torch.cat(tokens), torch.cat(numbers)
 
 
@@ -138,8 +178,8 @@ def _whole(
     device = block_tables.device
     counts = [spans[s][1] - spans[s][0] for s in sequences]
     return WholeSequences(
-        torch.cat([torch.arange(*spans[s]) for s in sequences]).to(device),
-        block_tables[torch.tensor(sequences, device=device)],
-        torch.tensor([0, *counts]).cumsum(0).int().to(device),
-        torch.tensor([context_lens[s] for s in sequences], dtype=torch.int32, device=device),
+        send_to_device(torch.cat([torch.arange(*spans[s]) for s in sequences]), device),
+        block_tables[send_to_device(torch.tensor(sequences), device)],
+        send_to_device(torch.tensor([0, *counts]).cumsum(0).int(), device),
+        send_to_device(torch.tensor([context_lens[s] for s in sequences], dtype=torch.int32), device),
     )

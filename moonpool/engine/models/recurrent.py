@@ -1,4 +1,6 @@
-"""Layers with a recurrent state: short convolutions, Mamba-2, delta rules, linear attention. In torch alone.
+"""Layers with a recurrent state: short convolutions, Mamba-2, delta rules, linear attention.
+
+On GPUs, Triton convolves and scans (`moonpool.engine.kernels.triton.recurrent`); elsewhere torch does.
 
 A state lies in the pool as KV does: a block's slice holds the state behind the block's last token so far. A step reads
 the state behind the token before the step's first token, and writes one state for each block with computed tokens that
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +23,15 @@ from torch.nn import functional
 
 from moonpool.base.families.spec import RecurrentSpec
 from moonpool.engine.kernels import ops
+from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.to_device import send_to_device
+from moonpool.engine.kernels.triton import CHUNK
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.layers import Norm
 from moonpool.engine.weights.linear import Linear
+
+if TYPE_CHECKING:
+    from moonpool.engine.kernels.triton.recurrent import ScanShape
 
 _FINE = 16
 """Tokens computed together where decays differ within a key: their products with each other are not one matrix."""
@@ -136,10 +144,10 @@ class RecurrentWeights:
         batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
         projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
         if deterministic:
-            alone = [self._mixed(projected, [span], pool, undo, angles, deterministic=True) for span in spans]
+            alone = [self._mixed(projected, [span], batch, pool, undo, angles, deterministic=True) for span in spans]
             found = torch.cat(alone)
         else:
-            found = self._mixed(projected, spans, pool, undo, angles, deterministic=False)
+            found = self._mixed(projected, spans, batch, pool, undo, angles, deterministic=False)
         result = self.output(found, deterministic=deterministic)
         return result.mul_(self.spec.output_factor) if self.spec.output_factor else result
 
@@ -147,6 +155,7 @@ class RecurrentWeights:
         self,
         projected: Tensor,
         spans: Sequence[Sequence[StateSpan]],
+        batch: PackedBatch,
         pool: Tensor,
         undo: StateUndo,
         angles: Angles | None,
@@ -157,13 +166,55 @@ class RecurrentWeights:
         first, last = spans[0][0].begin, spans[-1][-1].end
         turns = None if angles is None else (angles[0][first:last], angles[1][first:last])
         parts = _Inputs.of(self, projected[first:last], turns, deterministic=deterministic)
+        by_triton = choose("recurrent", pool.device, projected.dtype) == "triton" and batch.block_size % CHUNK == 0
+        if by_triton:
+            return self._gated(self._by_triton(parts, spans, batch, pool, undo), parts.gate)
+        return self._gated(self._by_torch(parts, spans, pool, undo), parts.gate)
+
+    def _by_triton(
+        self, parts: _Inputs, spans: Sequence[Sequence[StateSpan]], batch: PackedBatch, pool: Tensor, undo: StateUndo
+    ) -> Tensor:
+        """Return the results [T, n] of consecutive sequences; states go to the pool."""
+        from moonpool.engine.kernels.triton import recurrent as kernels
+
+        spec, numbers = self.spec, slice(spans[0][0].sequence, spans[-1][0].sequence + 1)
+        before = torch.empty(len(spans), spec.state_elements, device=pool.device)
+        places = kernels.StatePlaces(
+            pool, before, batch.query_start[numbers.start :], batch.context_lens[numbers], batch.slot_tables[numbers],
+            batch.slot_ids, batch.block_size, spans[0][0].begin,
+        )  # fmt: skip
+        mixed = found = parts.mixed
+        if self.conv is not None:
+            mixed = found = torch.empty(parts.mixed.shape, dtype=parts.mixed.dtype, device=pool.device)
+            silu, one_row = spec.kind != "short_conv", len(parts.gate) == len(spans)
+            kernels.convolve(parts.mixed, self.conv, self.conv_bias, places, mixed, silu=silu, one_row=one_row)
+        if spec.kind != "short_conv":
+            singles = sum(sequence[-1].end - sequence[0].begin == 1 for sequence in spans)
+            found = torch.empty(parts.gate.shape, dtype=parts.mixed.dtype, device=pool.device)
+            kernels.scan(mixed, parts.decay, parts.step, self.skip, places, self._scan_shape(), found, singles=singles)
+        undo.keep(pool, [sequence[0] for sequence in spans], before)
+        return found
+
+    def _scan_shape(self) -> ScanShape:
+        from moonpool.engine.kernels.triton.recurrent import ScanShape
+
+        spec = self.spec
+        keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
+        mamba, delta = spec.kind == "mamba2", spec.kind in ("gated_delta", "kimi_delta")
+        begins = (values + keys, values, 0) if mamba else (0, keys, 2 * keys)
+        heads = (spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
+        return ScanShape(*heads, delta, not mamba, spec.in_turn, *begins, spec.channels * (spec.conv - 1))
+
+    def _by_torch(self, parts: _Inputs, spans: Sequence[Sequence[StateSpan]], pool: Tensor, undo: StateUndo) -> Tensor:
+        """As `_by_triton`."""
+        first, last = spans[0][0].begin, spans[-1][-1].end
         spans = [
             [replace(span, begin=span.begin - first, end=span.end - first) for span in sequence] for sequence in spans
         ]
-        found = projected.new_empty(last - first, parts.gate.shape[1])
+        found = parts.gate.new_empty(last - first, parts.gate.shape[1])
         single = [span[0] for span in spans if span[-1].end - span[0].begin == 1]
         if single:
-            rows = torch.tensor([[span.begin] for span in single], device=projected.device)
+            rows = torch.tensor([[span.begin] for span in single], device=pool.device)
             states = self._states(pool, single)
             undo.keep(pool, single, states)
             result, states = self._advance(parts, rows, states)
@@ -175,11 +226,11 @@ class RecurrentWeights:
             states = self._states(pool, sequence[:1])
             undo.keep(pool, sequence[:1], states)
             for span in sequence:
-                rows = torch.arange(span.begin, span.end, device=projected.device)[None]
+                rows = torch.arange(span.begin, span.end, device=pool.device)[None]
                 result, states = self._advance(parts, rows, states)
                 found[span.begin : span.end] = result[0]
                 _store(pool, [span], states)
-        return self._gated(found, parts.gate)
+        return found
 
     def _states(self, pool: Tensor, spans: Collection[StateSpan]) -> Tensor:
         """Return the states [spans, elements] before some spans, float32."""

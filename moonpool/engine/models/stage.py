@@ -571,7 +571,8 @@ class StageModel:
         by_head = weights.weights(normed.float(), deterministic=exact) * spec.num_heads**-0.5
         host = batch.host
         lengths = (host.query_start.tolist(), host.context_lens.tolist())
-        batch.chosen = choose_keys(q, by_head, kv, scales, batch.block_tables, *lengths, spec.scale, indexer.topk)
+        wanted = (spec.scale, indexer.topk)
+        batch.chosen = choose_keys(q, by_head, kv, scales, batch.block_tables, *lengths, *wanted, deterministic=exact)
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""

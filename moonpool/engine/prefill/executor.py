@@ -4,7 +4,7 @@ Steps, loads, transfers, write-back and answers; reports the results.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.kv_io import KVSender, ReplicationOrders
 from moonpool.engine.prefill.live_requests import LivePrefill
+from moonpool.engine.request import RequestRows
 from moonpool.engine.scheduler.prefix_sources import LoadBlocks, LoadEnded
 from moonpool.v1 import prefill_pb2
 
@@ -319,13 +320,16 @@ class PrefillExecutor:
                 self.post(events.CancelPrefill(request.id))
             self.post(IoEnded(order.io, _ABORTED_STEP))
             return
-        self._begin(order.io, partial(self._run_step, order, step), _ABORTED_STEP)
+        rows = [self._requests[chunk.id].incoming.rows for chunk in order.chunks]  # requests may end before the step
+        self._begin(order.io, partial(self._run_step, order, step, rows), _ABORTED_STEP)
 
     def _step(self, order: actions.RunStep) -> Step:
         sequences = tuple(self._sequence(chunk) for chunk in order.chunks)
         return Step(order.io, sequences, order.gated, layer_events=True)
 
-    async def _run_step(self, order: actions.RunStep, step: Step) -> events.IoResult:
+    async def _run_step(
+        self, order: actions.RunStep, step: Step, rows: Sequence[RequestRows | None]
+    ) -> events.IoResult:
         told: list[StepResult] = []
         try:
             result = await self._engine.run(
@@ -336,7 +340,7 @@ class PrefillExecutor:
             return _ABORTED_STEP
         self._record(order, result)
         seconds = (result.end_ns - result.start_ns) / 1e9
-        self._note_pictures(order, result)
+        self._note_pictures(order, result, rows)
         if not result.aborted:
             if not told:
                 self._take(order, result)
@@ -393,8 +397,11 @@ class PrefillExecutor:
                 encode_s=result.encode_s,
             )
 
-    def _note_pictures(self, order: actions.RunStep, result: StepResult) -> None:
+    def _note_pictures(self, order: actions.RunStep, result: StepResult, rows: Sequence[RequestRows | None]) -> None:
         self._histograms.pictures(result.pictures)
+        for index, encoded in enumerate(rows):
+            if encoded is not None:
+                encoded.computed(index, result.pictures)
         start_ns = result.start_ns
         for picture in result.pictures:
             request = self._requests.get(order.chunks[picture.index].id) if picture.index < len(order.chunks) else None

@@ -119,8 +119,6 @@ class LivePrefill:
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
         self.encode_s += sum(picture.ns for picture in result.pictures if picture.index == index) / 1e9
-        if self.incoming.rows is not None:
-            self.incoming.rows.computed(index, result.pictures)
         token = result.sampled[index]
         if index in result.scores:
             self.scores.extend(result.scores[index])

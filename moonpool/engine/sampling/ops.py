@@ -99,6 +99,20 @@ def runs_of(count: int) -> int:
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` greatest values in each row of `values` [R, n], and their indices; equals by index."""
+    if values.device.type != "cpu" or not 0 < 2 * count < values.shape[1]:
+        return _top_by_sorting(values, count)
+    # On a CPU `topk` takes a third to a tenth of the time, but has equals in any order, also of the last and the next.
+    likely = values.topk(count + 1)
+    indices = likely.indices[:, :count].sort().values
+    found, order = values.gather(1, indices).sort(descending=True, stable=True)
+    indices = indices.gather(1, order)
+    unsure = (~(likely.values[:, count - 1] > likely.values[:, count])).nonzero()[:, 0]
+    if len(unsure):
+        found[unsure], indices[unsure] = _top_by_sorting(values[unsure], count)
+    return found, indices
+
+
+def _top_by_sorting(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     size = values.shape[1]
     if 2 * count >= runs_of(size):
         ordered = values.sort(descending=True, stable=True)

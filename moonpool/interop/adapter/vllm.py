@@ -3,7 +3,7 @@
 import base64
 import re
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,9 +179,7 @@ class VllmClient(EngineClient):
             theirs, tokens = rendered.place["length"], item.end - item.begin
             if theirs != tokens:
                 raise InvalidRequest("sequence.media", f"vLLM makes {theirs} tokens of a picture, not {tokens}")
-            if "is_embed" not in rendered.place and len(set(prompt.token_ids[item.begin : item.end])) > 1:
-                why = "vLLM's endpoint does not take pictures between whose rows this model has other tokens"
-                raise InvalidRequest("sequence.media", why)
+            _check_mask(prompt.token_ids[item.begin : item.end], rendered.place.get("is_embed"))
             places.append({**rendered.place, "offset": item.begin})
             data.append(rendered.data)
         held = sum([len(rendered.data) for rendered in self._rendered.values()])
@@ -213,6 +211,24 @@ class VllmClient(EngineClient):
 
     async def aclose(self) -> None:
         await self._http.aclose()
+
+
+def _check_mask(tokens: Sequence[int], mask: Sequence[bool] | None) -> None:
+    """Check that vLLM puts rows of a picture where the model's rule has marks. Versions up to 0.32 tell no mask.
+
+    Raises:
+        InvalidRequest: vLLM would put rows elsewhere.
+    """
+    shown = [True] * len(tokens) if mask is None else list(mask)
+    marks, others = (
+        {token for token, row in zip(tokens, shown, strict=False) if row is kind} for kind in (True, False)
+    )
+    if len(shown) == len(tokens) and len(marks) == 1 and marks.isdisjoint(others):
+        return
+    if mask is None:
+        why = "vLLM's endpoint does not take pictures between whose rows this model has other tokens"
+        raise InvalidRequest("sequence.media", why)
+    raise InvalidRequest("sequence.media", "vLLM's mask of a picture (is_embed) has rows at other tokens")
 
 
 @dataclass(frozen=True, slots=True)

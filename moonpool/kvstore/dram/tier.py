@@ -76,7 +76,7 @@ class DramTier(PartTable[DramBlock]):
             raise InvalidRequest("keys", f"the transfer needs {nbytes} bytes, all DRAM has {self.capacity_bytes}")
         quota = self.account.quota(tenant)
         if quota is not None and nbytes > quota:
-            raise InvalidRequest("keys", f"the transfer needs {nbytes} bytes, its tenant may have {quota} in DRAM")
+            raise InvalidRequest("keys", f"the transfer needs {nbytes} bytes, its quota in DRAM is {quota}")
         unguarded = self.capacity_bytes - self.account.guarded_from(tenant, self.pinned)
         free = unguarded - self.pinned.total_bytes
         if quota is not None:

@@ -17,6 +17,8 @@ from tests.unit.deploy.compose import ROOT
 FOLDER = ROOT / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 POD = {"metadata.name": "moonpool-x-0", "status.podIP": "10.0.0.7"}
+GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "moonpool-x-0.moonpool-x.moonpool"}
+"""What LeaderWorkerSet tells each container of a group of two hosts."""
 Manifest = dict[str, Any]
 
 
@@ -39,10 +41,15 @@ def templates(manifest: Manifest) -> Iterator[Manifest]:
             yield manifest["spec"]["template"]
         case "DisaggregatedSet":
             for role in manifest["spec"]["roles"]:
-                yield role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+                yield from _of_group(role["spec"])
         case "LeaderWorkerSet":
-            group = manifest["spec"]["leaderWorkerTemplate"]
-            yield from (group["leaderTemplate"], group["workerTemplate"])
+            yield from _of_group(manifest["spec"])
+
+
+def _of_group(spec: Manifest) -> Iterator[Manifest]:
+    """The pod templates of a group: of the leader, if it has its own, and of the other hosts."""
+    group = spec["leaderWorkerTemplate"]
+    yield from (group[name] for name in ("leaderTemplate", "workerTemplate") if name in group)
 
 
 def pods(overlay: str) -> list[Manifest]:
@@ -59,12 +66,18 @@ def containers(overlay: str) -> list[tuple[Manifest, Manifest]]:
 def environment(overlay: str, container: Manifest, pod: Mapping[str, str] = MappingProxyType(POD)) -> dict[str, str]:
     """The variables that a container of a pod with these fields would have."""
     maps = {item["metadata"]["name"]: item["data"] for item in manifests(overlay) if item["kind"] == "ConfigMap"}
-    found: dict[str, str] = {}
+    found: dict[str, str] = dict(GROUP)
     for source in container.get("envFrom", ()):
         found |= maps[source["configMapRef"]["name"]]
     for variable in container.get("env", ()):
         origin = variable.get("valueFrom", {})
-        value = pod[origin["fieldRef"]["fieldPath"]] if "fieldRef" in origin else variable["value"]
+        match origin:
+            case {"fieldRef": {"fieldPath": path}}:
+                value = pod[path]
+            case {"configMapKeyRef": {"name": name, "key": key}}:
+                value = maps[name][key]
+            case _:
+                value = variable["value"]
         found[variable["name"]] = expanded(value, found)
     return found
 

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.config import config_class
+from moonpool.base.config import config_class, parse_address
 from moonpool.base.rpc.process import EXIT_CONFIG, EXIT_MISMATCH
+from moonpool.engine.config import EngineConfig
+from moonpool.engine.remote.config import StageConfig
+from moonpool.engine.remote.group_place import DEFAULT_PORT
 from tests.unit.deploy.compose import ROOT
 
 SRUN = """#!/bin/bash
@@ -49,7 +52,6 @@ printf '%q ' moonpool "$@" >"$NOTES.$$"; echo >>"$NOTES.$$"; cat "$NOTES.$$" >>"
 echo "starting: what takes a while"; echo "ready: 10.0.0.1:50051"
 while :; do sleep 0.05; done
 """
-NODES = ("n1", "n2", "n3", "n4")
 LIMIT_S = 30.0
 
 
@@ -69,17 +71,31 @@ def noted(notes: Path, count: int, word: str = "") -> list[str]:
         time.sleep(0.02)
 
 
-def test_a_job_of_slurm_starts_services_and_hands_its_end_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "stages", "engines"),
+    [
+        (4, 1, {("n2", "prefill"), ("n3", "decode"), ("n4", "prefill")}),
+        (6, 2, {("n2", "prefill"), ("n3", "stage"), ("n4", "decode"), ("n5", "stage")}),  # a node is left over
+    ],
+)
+def test_a_job_of_slurm_starts_services_and_hands_its_end_on(
+    tmp_path: Path, nodes: int, stages: int, engines: set[tuple[str, str]]
+) -> None:
     program(tmp_path, "srun", SRUN)
     program(tmp_path, "scancel", SCANCEL)
-    program(tmp_path, "scontrol", "#!/bin/sh\nprintf '%s\\n' " + " ".join(NODES) + "\n")
+    program(
+        tmp_path,
+        "scontrol",
+        "#!/bin/sh\nprintf '%s\\n' " + " ".join(f"n{number + 1}" for number in range(nodes)) + "\n",
+    )
     notes = tmp_path / "notes"
-    own = {"MODEL": "/models/m", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "7", "NOTES": str(notes)}
+    own = {"MODEL": "/models/m", "SLURM_JOB_NODELIST": f"n[1-{nodes}]", "SLURM_JOB_ID": "7", "NOTES": str(notes)}
+    own["STAGES"] = str(stages)
     environment = {**os.environ, **own, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ROOT / "deploy/slurm/moonpool.sbatch"
     with subprocess.Popen(["bash", str(script)], env=environment, cwd=tmp_path) as job:
         try:
-            steps = [shlex.split(line) for line in noted(notes, 6, "moonpool")]
+            steps = [shlex.split(line) for line in noted(notes, 3 + len(engines), "moonpool")]
             job.send_signal(signal.SIGUSR1)
             noted(notes, len(steps), "ended")
             assert job.wait(LIMIT_S) == 0, "the job waits until all steps have drained"
@@ -91,11 +107,15 @@ def test_a_job_of_slurm_starts_services_and_hands_its_end_on(tmp_path: Path) -> 
         service, *flags = step[step.index("moonpool") + 1 :]
         config = config_class(service).load(flags)
         found[node, service] = config
-        assert service == "conductor" or list(config.model_dump()["conductor"]) == ["n1:50051"]
-    assert set(found) == {
-        *(("n1", service) for service in ("conductor", "gateway", "kvstore")),
-        *(("n2", "prefill"), ("n3", "decode"), ("n4", "prefill")),
-    }
+        if isinstance(config, StageConfig):
+            leader, port = parse_address(config.leader)
+            assert (leader, port, config.node_rank) == (f"n{int(node[1:]) - 1}", DEFAULT_PORT, 1)
+        else:
+            assert service == "conductor" or list(config.model_dump()["conductor"]) == ["n1:50051"]
+        if isinstance(config, EngineConfig):
+            assert (config.nnodes, config.pipeline_parallel_size) == (stages, stages)
+            assert config.stages_listen == ("" if stages == 1 else f"0.0.0.0:{DEFAULT_PORT}")
+    assert set(found) == engines | {("n1", service) for service in ("conductor", "gateway", "kvstore")}
     text = script.read_text()
     drain_s = int(text.partition("MOONPOOL_DRAIN_S=")[2].split()[0])
     assert int(text.partition("--signal=B:USR1@")[2].split()[0]) > drain_s, "Slurm's end comes behind the drain"

@@ -10,9 +10,13 @@ import pytest
 
 from moonpool.base.config import SERVICE_MODULES, ServiceConfig, config_class, parse_address
 from moonpool.base.rpc.roles import CLIENTS, ROLE_URI
+from moonpool.engine.config import EngineConfig
+from moonpool.engine.remote.config import StageConfig
+from moonpool.engine.remote.group_place import DEFAULT_PORT
 from tests.unit.deploy.compose import ROOT
 from tests.unit.deploy.manifests import (
     FOLDER,
+    GROUP,
     OVERLAYS,
     POD,
     Manifest,
@@ -172,6 +176,24 @@ def test_hosts_of_a_group_are_ranks_of_one_engine_and_the_leader_alone_is_found(
         assert given["--tensor-parallel-size"] == gpus
     assert ranks[0] == ranks[1]
     assert ranks[0]["--node-rank"] == "$(LWS_WORKER_INDEX)"
+
+
+def test_hosts_of_an_engine_of_stages_join_their_leader() -> None:
+    (engines,) = [item["spec"] for item in manifests("stages") if item["kind"] == "DisaggregatedSet"]
+    assert [role["name"] for role in engines["roles"]] == ["prefill", "decode"]
+    for role in engines["roles"]:
+        group = role["spec"]["leaderWorkerTemplate"]
+        assert group["size"] == int(GROUP["LWS_GROUP_SIZE"])
+        assert group["restartPolicy"] == "None", "a stage joins again, and a leader waits for its stages"
+        (leader,), (stage,) = (group[name]["spec"]["containers"] for name in ("leaderTemplate", "workerTemplate"))
+        leads, joins = settings("stages", leader), settings("stages", stage)
+        assert isinstance(leads, EngineConfig)
+        assert isinstance(joins, StageConfig)
+        assert (leader["args"][0], leads.nnodes, leads.pipeline_parallel_size) == (role["name"], 2, 2)
+        assert {"name": "stages", "containerPort": DEFAULT_PORT} in leader["ports"]
+        assert parse_address(leads.stages_listen)[1] == DEFAULT_PORT
+        assert joins.place(GROUP) == (f"{GROUP['LWS_LEADER_ADDRESS']}:{DEFAULT_PORT}", 1)
+        assert joins.model == leads.model
 
 
 def test_every_command_is_a_service() -> None:

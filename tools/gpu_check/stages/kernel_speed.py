@@ -17,9 +17,12 @@ from tools.gpu_check.kernel_rows import (
     latent_rows,
     sampling_rows,
 )
+from tools.gpu_check.recurrent_rows import BATCHES, recurrent_rows
+from tools.gpu_check.recurrent_rows import SMALL as SMALL_LAYERS
+from tools.gpu_check.recurrent_rows import SPECS as LAYERS
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
-LIMIT_S = 100
+LIMIT_S = 130
 RUNS, FEWEST_OF_TARGET = 2, 0.5
 """Measured pairs of each figure; the share of a target below which the stage fails."""
 SHAPE = Shape(block_size=64)
@@ -49,6 +52,9 @@ def check(where: Where, figures: Figures) -> None:
         slow += [tell(row, figures) for row in kernel_rows(on, shape, sizes)]
     for shape, sizes in latent:
         slow += [tell(row, figures) for row in latent_rows(on, shape, sizes)]
+    small = SMALL_LAYERS, torch.float32, ((2, 1, 20), (1, 20, 0))
+    of_layers = (LAYERS, torch.bfloat16, BATCHES) if where.on_gpu else small
+    slow += [tell(row, figures) for row in recurrent_rows(on, *of_layers)]
     for rows, vocab in SAMPLED if where.on_gpu else ((2, 500),):
         slow += [tell(row, figures) for row in sampling_rows(on, rows, vocab)]
     try:

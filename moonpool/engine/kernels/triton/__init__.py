@@ -30,6 +30,10 @@ def available(device: torch.device | str) -> bool:
     return is_gpu(device) or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+#: Tokens of a recurrent layer that are computed together: blocks hold a multiple.
+CHUNK = 16
+
+
 def takes_latent(value_dim: int, rest: int) -> bool:
     """Return whether attention takes latent vectors with `rest` elements behind the `value_dim` ones of a value."""
     return value_dim <= MAX_VALUE_DIM and 0 < rest <= MAX_REST

@@ -171,6 +171,7 @@ class Limits:
     stages: int = 8
     float8: bool = False  # converts float8_e4m3fn natively; elsewhere bits are moved
     warpgroups: bool = False  # multiplies by four warps together, from shared memory
+    thirds: bool = False  # tensor cores multiply float32 in three parts, which keep the digits
 
 
 @cache
@@ -184,4 +185,5 @@ def limits_of(device: torch.device) -> Limits:
         return Limits(processors, int(properties.shared_memory_per_block), stages=2)  # the compiler's own depth
     shared = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
     capability = properties.major, properties.minor
-    return Limits(processors, shared, float8=capability >= (8, 9), warpgroups=properties.major == 9)
+    wide = {"float8": capability >= (8, 9), "warpgroups": properties.major == 9}
+    return Limits(processors, shared, thirds=capability >= (8, 0), **wide)

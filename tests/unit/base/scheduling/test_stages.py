@@ -21,6 +21,14 @@ def test_no_stage_begins_with_a_joined_layer() -> None:
         stage_ranges(6, 4, {1, 3, 5})
 
 
+def test_the_longest_stage_is_as_short_as_can_be() -> None:
+    assert stage_ranges(4, 2, costs=(5, 5, 5, 6)) == [(0, 2), (2, 4)]
+    assert stage_ranges(4, 2, costs=(5, 5, 5, 20)) == [(0, 3), (3, 4)], "the last has a large output head"
+    assert stage_ranges(6, 2, costs=(1, 1, 1, 1, 4, 4)) == [(0, 5), (5, 6)]
+    assert stage_ranges(6, 2, {5}, costs=(1, 1, 1, 1, 4, 4)) == [(0, 4), (4, 6)]
+    assert stage_ranges(6, 3, costs=(9, 1, 1, 1, 1, 1)) == [(0, 1), (1, 4), (4, 6)], "the others as even as can be"
+
+
 @pytest.mark.parametrize("stages", [0, -1, 4])
 def test_impossible_divisions_are_refused(stages: int) -> None:
     with pytest.raises(ConfigError, match="between 1 and the model's 3 layers"):

@@ -11,8 +11,8 @@ from moonpool.engine.kernels.reference import dequantize, write_kv
 from moonpool.engine.kernels.sparse import ChosenKeys, choose_keys, chosen_attention
 
 BLOCK, WIDTH, HEADS, TOPK = 16, 24, 4, 20
-SEQUENCES = ((7, 90), (1, 50), (5, 18), (1, 20), (40, 40), (0, 64))
-"""Rows and context of each sequence: longer than TOPK, at most TOPK, rows before and behind it, no row."""
+SEQUENCES = ((7, 90), (1, 50), (5, 18), (1, 20), (40, 40), (0, 64), (1, 33), (1, 70))
+"""Rows and context of each sequence: longer than TOPK, at most TOPK, rows before and behind it, no row; single rows."""
 STARTS = [0, *torch.tensor([rows for rows, _ in SEQUENCES]).cumsum(0).tolist()]
 LENGTHS = [context for _, context in SEQUENCES]
 
@@ -42,8 +42,11 @@ class Pool:
         self.q = torch.randn(STARTS[-1], HEADS, width, generator=drawn)
         self.weights = torch.randn(STARTS[-1], HEADS, generator=drawn)
 
-    def chosen(self) -> ChosenKeys:
-        chosen = choose_keys(self.q, self.weights, self.kv, self.scales, self.tables, STARTS, LENGTHS, 0.3, TOPK)
+    def chosen(self, *, deterministic: bool = False) -> ChosenKeys:
+        lengths = STARTS, LENGTHS
+        chosen = choose_keys(
+            self.q, self.weights, self.kv, self.scales, self.tables, *lengths, 0.3, TOPK, deterministic=deterministic
+        )
         assert chosen is not None
         return chosen
 
@@ -83,8 +86,10 @@ def test_of_equal_sums_the_earlier_keys_are_taken() -> None:
     pool = Pool(WIDTH, None, 2)
     pool.weights[:] = 0.0
     chosen = pool.chosen()
-    assert chosen.blocks[0].tolist() == pool.tables[0, [0] * BLOCK + [1] * (TOPK - BLOCK)].tolist()
-    assert chosen.slots[0].tolist() == [token % BLOCK for token in range(TOPK)]
+    for row, s in ((0, 0), (STARTS[7], 7)):
+        at = chosen.rows.tolist().index(row)
+        assert chosen.blocks[at].tolist() == pool.tables[s, [0] * BLOCK + [1] * (TOPK - BLOCK)].tolist()
+        assert chosen.slots[at].tolist() == [token % BLOCK for token in range(TOPK)]
 
 
 def test_short_sequences_choose_nothing() -> None:
@@ -98,7 +103,7 @@ def test_attention_is_that_over_the_chosen_keys(stored: torch.dtype | None, *, d
     """The pools of an indexer and of latent vectors have the same blocks."""
     index, latent = Pool(WIDTH, None, 4), Pool(40, stored, 4)
     latent.tables = index.tables
-    chosen = index.chosen()
+    chosen = index.chosen(deterministic=deterministic)
     out = chosen_attention(latent.q, latent.kv, latent.scales, chosen, 0.2, 32, deterministic=deterministic)
     for row, s, seen in rows_of(latent):
         keys = latent.keys[s][:seen]

@@ -3,14 +3,18 @@
 import asyncio
 from array import array
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.sampling_params import SampleSpec
-from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, max_steps_in_flight
+from moonpool.engine.interface import Engine
+from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import start_processes
 from tests.unit.engine.remote.hosts import host, leading, security, stages_listener
 from tests.unit.engine.test_worker import generate, greedy, part, spec
 
@@ -90,3 +94,42 @@ async def test_several_hosts_and_ranks(checkpoint: Path, stages: int, hosts: int
         assert await generate(engine, 1000, PROMPT, TABLE, 6) == expected
         if hosts == 1:
             await check_kv(engine, 1100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_prompt_of_64k_tokens_is_that_of_one_process(tmp_path: Path) -> None:
+    """In 16 steps, as many in flight as may be; its tokens' KV lies in 4,096 blocks."""
+    tokens, chunk = [7 + number * number % 200 for number in range(65_536)], 4096
+    overrides = {"max_position_embeddings": 2 * len(tokens)}
+    checkpoint = create("tiny-llama", tmp_path / "long", seed=5, dtype="float32", overrides=overrides)
+    asked = replace(spec(checkpoint, stages=2), blocks=len(tokens) // 16 + 1, max_num_batched_tokens=chunk)
+
+    async def answer(engine: Engine) -> list[int]:
+        table, found = tuple(range(asked.blocks)), list[int]()
+        room = asyncio.Semaphore(max_steps_in_flight(engine.stages))
+
+        async def compute(number: int, start: int, ids: list[int]) -> tuple[int | None, ...]:
+            last = start + len(ids) >= len(tokens)
+            async with room:
+                one = SequenceStep(array("i", ids).tobytes(), start, table, SampleSpec() if last else None)
+                return (await engine.run(Step(number, (one,)))).sampled
+
+        starts = range(0, len(tokens), chunk)
+        steps = [compute(1 + start // chunk, start, tokens[start : start + chunk]) for start in starts]
+        sampled = (await asyncio.gather(*steps))[-1]
+        for number in range(4):
+            (token,) = sampled
+            assert token is not None
+            found.append(token)
+            sampled = await compute(100 + number, len(tokens) + number, [token])
+        return found
+
+    async with start_processes(replace(asked, stages=1), start_timeout_s=90) as engine:
+        expected = await answer(engine)
+    async with (
+        stages_listener() as listener,
+        host(listener.address, checkpoint),
+        leading(asked, listener) as engine,
+    ):
+        assert await answer(engine) == expected

@@ -177,11 +177,16 @@ def test_log_probabilities_are_those_before_everything_else() -> None:
 
 @pytest.mark.parametrize("vocabulary", [5, 127, 4096, 5001])
 @pytest.mark.parametrize("count", [0, 1, 20])
-def test_the_likely_tokens_are_those_of_a_stable_sort(vocabulary: int, count: int) -> None:
-    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).round(decimals=1)
+@pytest.mark.parametrize("decimals", [1, 3, 7])
+def test_the_likely_tokens_are_those_of_a_stable_sort(vocabulary: int, count: int, decimals: int) -> None:
+    """Many logits are equal, some are, or none; ranks are those of all tokens, likely or not."""
+    drawn = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(4, vocabulary, generator=drawn).round(decimals=decimals)
     ordered = torch.log_softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
-    for row, found in enumerate(compute_logprobs(logits, [[0], [1, 2], [3], [4]], count)):
-        size = [1, 2, 1, 1][row]
+    tokens = [[int(logits[0].argmax())], [1, 2], [3], [4]]
+    for row, found in enumerate(compute_logprobs(logits, tokens, count)):
+        size = len(tokens[row])
+        assert found.ranks.tolist() == [1 + int((logits[row] > logits[row, token]).sum()) for token in tokens[row]]
         assert found.top_token_ids.tolist() == ordered.indices[row, :count].tolist() * size
         assert found.top_logprobs.tolist() == pytest.approx(ordered.values[row, :count].tolist() * size, abs=1e-5)
         assert found.consistent

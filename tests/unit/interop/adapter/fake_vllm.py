@@ -56,6 +56,7 @@ class FakeVllm:
         loras: folders of its LoRA adapters, by name.
         page_namespace: of the connector for kvstores, in hex; "" = no connector.
         pictures: tokens of a picture, by its file; renders a chat's pictures.
+        masks: which of these have rows, by its file, as vLLM behind 0.32 tells.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
@@ -77,6 +78,7 @@ class FakeVllm:
         self.moves_kv = True
         self.computed_tokens = self.polls = self.renders = 0
         self.pictures: dict[bytes, int] = {}
+        self.masks: dict[bytes, list[bool]] = {}
         self.publisher: zmq.asyncio.Socket
 
     # --- HTTP ------------------------------------------------------------------------------------------------------
@@ -145,7 +147,11 @@ class FakeVllm:
         features = {
             "mm_hashes": {"image": [hashlib.sha256(file).hexdigest() for file in files]},
             "mm_placeholders": {
-                "image": [{"offset": offset, "length": length} for offset, length in zip(ends, lengths, strict=False)]
+                "image": [
+                    {"offset": offset, "length": length}
+                    | ({"is_embed": self.masks[file]} if file in self.masks else {})
+                    for file, offset, length in zip(files, ends, lengths, strict=False)
+                ]
             },
             "kwargs_data": {"image": [base64.b64encode(b"pixels of " + file).decode() for file in files]},
         }

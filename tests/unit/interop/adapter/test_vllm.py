@@ -128,6 +128,21 @@ async def test_pictures_are_features_of_the_render_endpoint_at_their_places_unde
             ]
 
 
+async def test_a_mask_of_the_tokens_with_rows_goes_on_if_it_has_the_marks_alone(tmp_path: Path) -> None:
+    """As vLLM behind 0.32 tells it: pictures with other tokens between their rows, such as Mistral's ends of rows."""
+    async with running(tmp_path) as (engine, client):
+        engine.masks = {b"first": [True, True, False, True, False], b"second": [True, True, False]}
+        tokens = array("i", [1, 9, 9, 7, 9, 8, 1, 9, 7, 9])
+        async for _output in client.generate(prompt(token_ids=tokens, media=(picture(1, 6, b"first"),))):
+            pass
+        [body] = engine.requests
+        [place] = body["features"]["mm_placeholders"]["image"]
+        assert place == {"offset": 1, "length": 5, "is_embed": engine.masks[b"first"]}
+        with pytest.raises(InvalidRequest, match="has rows at other tokens"):
+            async for _output in client.generate(prompt(token_ids=tokens, media=(picture(7, 10, b"second"),))):
+                pass
+
+
 async def test_a_picture_with_other_tokens_than_the_models_rule_says_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as (engine, client):
         with pytest.raises(InvalidRequest, match=r"sequence\.media: vLLM makes 5 tokens of a picture, not 4"):

@@ -86,7 +86,7 @@ async def test_tenants_have_quotas_guarantees_and_gauges(tmp_path: Path) -> None
         assert gauges['tenant_dram_bytes{tenant="a"}'] == 2 * BLOCK
         assert gauges['tenant_dram_bytes{tenant="*"}'] == 3 * BLOCK
         assert gauges['tenant_ssd_bytes{tenant="*"}'] == 6 * RECORD
-        with pytest.raises(InvalidRequest, match="its tenant may have"):
+        with pytest.raises(InvalidRequest, match="its quota in DRAM"):
             await store.put(keys_of(4, "many"), "other")
         assert (await pin(store, "x", [C], tenant="other")).limit == kvstore_pb2.PIN_LIMIT_TENANT_BUDGET
         more = keys_of(3, "more")

@@ -125,6 +125,31 @@ def experts(ops: Any, rows: int = 1, dtype: torch.dtype = torch.bfloat16, *, bia
     ops.add_weighted(results, tokens.view(rows, 2), torch.empty((rows, 2)), x)
 
 
+def recurrent(
+    ops: Any, *, rows: int, key_dim: int = 128, value_dim: int = 128, delta: bool = True, fine: bool = False
+) -> None:
+    """Launch a convolution and a scan of two sequences with 4 heads."""
+    del ops
+    from moonpool.engine.kernels.triton import recurrent as kernels
+
+    width, tokens = 2 * key_dim + 4 * value_dim, 2 * rows
+    tables, lengths = torch.zeros((2, 64), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    elements = 3 * width + 4 * key_dim * value_dim
+    places = kernels.StatePlaces(
+        torch.empty((4, elements)), torch.empty((2, elements)), torch.zeros(3, dtype=torch.int32), lengths, tables,
+        torch.zeros(tokens, dtype=torch.int64), 64,
+    )  # fmt: skip
+    x = torch.empty((tokens, width), dtype=torch.bfloat16)
+    weight, bias = torch.empty((width, 4), dtype=torch.bfloat16), torch.empty(width, dtype=torch.bfloat16)
+    kernels.convolve(x, weight, bias, places, x, silu=True, one_row=rows == 1)
+    step = torch.empty((tokens, 4))
+    decay = torch.empty((tokens, 4, key_dim)) if fine else step
+    shape = kernels.ScanShape(4, 1, key_dim, value_dim, delta, delta, False, 0, key_dim, 2 * key_dim, 3 * width)
+    out = torch.empty((tokens, 4 * value_dim), dtype=torch.bfloat16)
+    skip = None if delta else torch.empty(4)
+    kernels.scan(x, decay, step, skip, places, shape, out, singles=2 if rows == 1 else 0)
+
+
 PACKED_FORMS = ("int4/32", "int4/128", "table4/32", "int5/32", "int6/16", "int8/32", "float4/64", "float8/128")
 OTHERS: list[Callable[[Any], None]] = [
     _write,
@@ -135,5 +160,8 @@ OTHERS: list[Callable[[Any], None]] = [
     _sampling,
     *(partial(experts, rows=rows, dtype=dtype) for rows in (1, 200) for dtype in (torch.bfloat16, torch.float32)),
     partial(experts, biased=True),
+    partial(recurrent, rows=1),
+    partial(recurrent, rows=1, fine=True),
+    partial(recurrent, rows=200, value_dim=80, delta=False),
     *(partial(packed_products, rows=rows, form=form) for form in PACKED_FORMS for rows in (1, 200)),
 ]

@@ -181,6 +181,23 @@ def test_products_of_experts_are_on_tensor_cores(gpu: Gpu, rows: int) -> None:
         assert "cp.async" in ptx, "loads of weights behind an address are pipelined"
 
 
+@pytest.mark.parametrize("rows", [1, 200])
+def test_scans_of_recurrent_layers(rows: int) -> None:
+    """Without spills; keys and queries are multiplied on tensor cores as they are stored."""
+    _fits(HOPPER, lambda ops: launches.recurrent(ops, rows=rows))
+    [_, scan] = _launched(HOPPER, lambda ops: launches.recurrent(ops, rows=rows))
+    assert ("mma" in compile_for(HOPPER, scan).asm["ptx"]) == (rows > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, AMPERE_SMALL, AMD])
+@pytest.mark.parametrize("sizes", [{"fine": True}, {"key_dim": 256, "value_dim": 64, "delta": False}])
+def test_larger_scans_fit(gpu: Gpu, sizes: dict[str, Any]) -> None:
+    """These spill some registers."""
+    for launch in _launched(gpu, lambda ops: launches.recurrent(ops, rows=200, **sizes)):
+        assert compile_for(gpu, launch).metadata.shared <= gpu.limits.shared_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [HOPPER, AMPERE, AMPERE_SMALL, AMD])
 @pytest.mark.parametrize("launch", launches.OTHERS)

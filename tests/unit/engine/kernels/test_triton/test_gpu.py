@@ -24,6 +24,7 @@ pytestmark = [
         "cases_pool.py",
         "cases_pointwise.py",
         "cases_products.py",
+        "cases_recurrent.py",
         "cases_sampling.py",
         "cases_gpu.py",
     ],

@@ -52,6 +52,7 @@ def test_in_the_interpreter() -> None:
             "cases_pool.py",
             "cases_pointwise.py",
             "cases_products.py",
+            "cases_recurrent.py",
             "cases_sampling.py",
         ],
         "not slow",
@@ -62,4 +63,4 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_everything_in_the_interpreter() -> None:
-    run_cases(["cases_attention.py", "cases_products.py"], "slow", **INTERPRETER)
+    run_cases(["cases_attention.py", "cases_products.py", "cases_recurrent.py"], "slow", **INTERPRETER)
