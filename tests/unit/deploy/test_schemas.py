@@ -1,9 +1,9 @@
 """Every object of every overlay fits its schema, and unknown fields are refused: custom resources by the schemas beside
 this file, core objects and pod templates by the program kubernetes-validate, if it is installed.
 
-Two further checks need what is too large for the repository. Published CRDs (3 MB): their files in `.engines/crds`. Models
-for Node: `npm install --prefix .engines/kubernetes-models kubernetes-models@5.1.0 @kubernetes-models/keda@2.0.0
-@kubernetes-models/cert-manager@6.0.0 @kubernetes-models/prometheus-operator@6.0.0` (40 MB)."""
+Two further checks need what is too large for the repository. Published CRDs (3 MB): their files in `.engines/crds`.
+Models for Node (36 MB), installed by npm with `--prefix .engines/kubernetes-models`: kubernetes-models@5.1.0, and of
+@kubernetes-models keda@2.0.0, cert-manager@6.0.0 and prometheus-operator@6.0.0."""
 
 import json
 import shutil
