@@ -76,6 +76,7 @@ class PictureStores:
         self._idle = asyncio.Event()
         self._idle.set()
         self._here: OrderedDict[bytes, int] = OrderedDict()
+        self._here_bytes = 0
         self.read_pictures = self.missed_pictures = 0
         self.stored_pictures = self.dropped_pictures = 0
         self.waiting_bytes = 0
@@ -143,10 +144,11 @@ class PictureStores:
 
     def _note_here(self, picture: PlacedPicture) -> None:
         """The engine's memory has a picture's rows now, as long as later ones leave room."""
+        self._here_bytes += picture.tokens * self._row_bytes - self._here.get(picture.digest, 0)
         self._here[picture.digest] = picture.tokens * self._row_bytes
         self._here.move_to_end(picture.digest)
-        while sum(self._here.values()) > HERE_BYTES:
-            self._here.popitem(last=False)
+        while self._here_bytes > HERE_BYTES:
+            self._here_bytes -= self._here.popitem(last=False)[1]
 
     async def _read(self, tenant: str, item: MediaItem, store: kv_pb2.Instance) -> bytes | None:
         """Return a picture's rows; None if the kvstore does not give them all, intact and in time."""

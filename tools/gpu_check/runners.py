@@ -22,6 +22,7 @@ from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.platforms.base import Device
 from moonpool.engine.platforms.registry import DeviceName
 from moonpool.engine.platforms.stage_platform import StagePlatform, open_device, stage_platform
+from moonpool.engine.prompt_graphs import PromptGraphs
 from tools.gpu_check.serving import Served, checkpoint
 from tools.gpu_check.where import Figures, Where, expect
 
@@ -53,8 +54,10 @@ class Stage:
         return StageRunner(0, self.model, self.place, NoLinks(), KVGates(), self._emit, 60.0)
 
     @in_inference_mode
-    def runner_of_graphs(self, most_rows: int) -> StageRunner:
+    def runner_of_graphs(self, most_rows: int, prompt_tokens: int = 0) -> StageRunner:
         """Return a loop over steps, with captured graphs for decode steps up to `most_rows` sequences.
+
+        `prompt_tokens`: of the largest step of prompts whose layers are captured, too; 0: none is.
 
         Raises:
             CheckError: a graph could not be captured.
@@ -63,6 +66,11 @@ class Stage:
         found.graphs = DecodeGraphs(self.device, self.model, self.place.memory, cache, self.longest)
         found.graphs.capture(self.place.stream, print)
         expect(not cache.stopped, f"graphs: {cache.stopped}")
+        if prompt_tokens:
+            prompts = PromptGraphs(self.device, self.model, self.place.memory, self.longest, prompt_tokens)
+            prompts.capture(self.place.stream, print)
+            expect(not prompts.not_captured, f"graphs: {prompts.not_captured}")
+            found.prompt_graphs = prompts
         return found
 
     def _emit(self, event: StageEvent) -> None:

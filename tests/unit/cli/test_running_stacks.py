@@ -113,6 +113,13 @@ def test_a_state_file_of_an_older_version(
     assert capsys.readouterr().out == "no stack is running\n"
 
 
+def test_a_record_without_a_process_is_of_no_stack() -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert not RunningStack(ended.pid, 0, boot, "x", "m").alive
+
+
 def test_two_stacks(
     start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Decode steps on whole models: eager and as graphs, and where host time goes.
+"""Decode steps and prompts on whole models: eager and as graphs, and where a decode step's host time goes.
 
 Parts of a step on the launching thread, in ms: `need` (looking after KV), `fill` (a graph's inputs), `replay`, `head`,
 `sample`, `wait` (for the remainder), `rest` (all other Python; without graphs, `rest` launches the layers). `sample`
@@ -26,6 +26,7 @@ LIMIT_S = 80
 SHAPES = (SMALL, replace(SMALL, shape="smollm2-135m"))
 BATCHES = (1, 8, 64, 256)
 CONTEXT, STEPS, WARM = 1024, 32, 8
+PROMPTS = (64, 256, 1024)
 PARTS = ("need", "fill", "replay", "head", "sample", "wait")
 SLACK = 1.05
 """A graph may be slower than eager steps by this factor: the noise."""
@@ -44,13 +45,14 @@ class Decode:
 def check(where: Where, figures: Figures) -> None:
     """Measure each shape and batch; fail if a graph is slower than eager steps."""
     shapes, batches, context = ((TINY_EXACT,), (1, 4), 128) if where.tiny else (SHAPES, BATCHES, CONTEXT)
+    prompts = (64,) if where.tiny else PROMPTS
     copy_rate = On(where.torch_device, 1).copied() if where.on_gpu else 0.0
     if not where.on_gpu:
         figures["parts but need and wait"] = "skipped: staged computes in a thread of its own"
     times: dict[str, tuple[float, float]] = {}
     for served in shapes:
         with stage(where, served, max(batches) * context, context, figures) as loaded:
-            ways = {"eager": loaded.runner(), "graph": loaded.runner_of_graphs(max(batches))}
+            ways = {"eager": loaded.runner(), "graph": loaded.runner_of_graphs(max(batches), max(prompts))}
             for batch in batches:
                 name = f"{served.shape}, batch {batch}"
                 step = Decode(loaded, batch, context)
@@ -60,8 +62,23 @@ def check(where: Where, figures: Figures) -> None:
                     rate = (loaded.model.weight_bytes + kv) / graph * 1e3
                     figures[f"{name}: weights and KV read, of a copy's rate"] = round(rate / copy_rate, 3)
                 times[name] = eager, graph
+            for tokens in prompts:
+                name = f"{served.shape}, prompt of {tokens}"
+                eager, graph = (prompt_ms(loaded, runner, tokens) for runner in ways.values())
+                figures[f"{name}, ms"] = f"{eager:.3f} eager, {graph:.3f} as graphs of layers"
+                times[name] = eager, graph
     if where.on_gpu:
         judge(times)
+
+
+def prompt_ms(stage: Stage, runner: StageRunner, tokens: int) -> float:
+    """Return milliseconds for the step of a prompt, its first token chosen."""
+    for _ in range(WARM):
+        runner.run(stage.prompt(tokens))
+    began = time.perf_counter()
+    for _ in range(WARM):
+        runner.run(stage.prompt(tokens))
+    return 1e3 * (time.perf_counter() - began) / WARM
 
 
 def judge(times: Mapping[str, tuple[float, float]]) -> None:

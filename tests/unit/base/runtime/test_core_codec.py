@@ -136,6 +136,12 @@ def test_whole_numbers_lie_in_as_few_bytes_as_they_need(least: int, most: int, w
     assert CoreDecoder(CLASSES).decode(encoded) == values
 
 
+def test_whole_numbers_alone_at_the_edges_of_their_widths() -> None:
+    for bits in (7, 8, 15, 16, 31, 32, 63, 64, 70):
+        for value in (edge + more for edge in (1 << bits, -(1 << bits)) for more in (-1, 0, 1)):
+            assert through(value, "and more") == [value, "and more"]
+
+
 def told(value: Any) -> str:
     """Kind and content: 1, 1.0 and True are three things, and so are the zeros."""
     if isinstance(value, set | frozenset):

@@ -63,6 +63,16 @@ def test_an_event_that_was_being_written_is_left_out(tmp_path: Path) -> None:
     assert list(entries) == []
 
 
+def test_a_killed_process_leaves_a_journal_that_can_be_read(tmp_path: Path) -> None:
+    """Also one that had no event yet, and closed nothing."""
+    writer = JournalWriter(tmp_path, "a", 1 << 20)
+    writer.before(Timers())
+    core, entries = read_journal(tmp_path / "a.0")
+    assert isinstance(core, Timers)
+    assert list(entries) == []
+    writer.close()
+
+
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.0"
     path.write_bytes(b"something else")

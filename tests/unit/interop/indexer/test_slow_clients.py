@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import cast
 
 import pytest
 from aiohttp import web
@@ -64,6 +65,23 @@ async def said(port: int, text: bytes) -> bytes:
 async def test_what_asks_nothing_or_too_slowly_is_closed(text: bytes, status: bytes) -> None:
     async with serving(SlowClients(seconds=0.1)) as port:
         assert (await said(port, text))[: len(b"HTTP/1.1 200")] == status
+
+
+class Client:
+    """A connection that tells whether it was closed."""
+
+    closed = False
+
+    def force_close(self) -> None:
+        self.closed = True
+
+
+def test_those_that_have_been_quiet_for_longest_are_closed() -> None:
+    """Whatever the order in which the server names its connections."""
+    slow, clients = SlowClients(seconds=60.0, most=3), [Client() for _ in range(4)]
+    for now, known in enumerate((clients[3:], clients[2:], clients[1:], clients)):
+        slow.look(cast("list[web.RequestHandler]", known), float(now))
+    assert [client.closed for client in clients] == [False, False, False, True]
 
 
 async def test_the_quietest_of_too_many_make_room() -> None:
