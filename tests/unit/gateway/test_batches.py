@@ -157,6 +157,7 @@ WRONG = {
     "deep": (b"[" * 4000, "invalid_json_line"),
     "long": (jsonl(line("a", "x" * 5000)), "line_too_long"),
     "longer": (jsonl(line("a", "x" * 50_000)), "line_too_long"),
+    "empty id": (jsonl(line("", "x")), "missing_required_parameter"),
     "long id": (jsonl(line("a" * 600, "x")), "missing_required_parameter"),
 }
 
