@@ -7,8 +7,9 @@ into blocks of `BLOCK_ROWS` rows, which go over the streams that blocks of KV ha
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moonpool.base import world
@@ -38,6 +39,8 @@ PAUSE_S = 2.0
 """How long a kvstore is left alone after a read or a write failed there."""
 HERE_BYTES = ROWS_BYTES // 4 * 3
 """Bytes of rows that are taken to be in the engine's memory, which keeps `ROWS_BYTES`: they are not read again."""
+MAX_HELD_BYTES = ROWS_BYTES
+"""Most bytes of rows that are read, and wait for steps; pictures beyond them are encoded."""
 MAX_WAITING_BYTES = 64 << 20
 """Most bytes of rows on their way to kvstores; more are dropped."""
 log = get_logger(__name__)
@@ -56,6 +59,7 @@ class PictureStores:
     Attributes:
         read_pictures, missed_pictures: pictures whose rows a kvstore gave, or was believed to hold and did not give.
         stored_pictures, dropped_pictures: pictures whose rows kvstores took, or did not take.
+        held_bytes: bytes of rows that are read, and that no step has taken yet.
         waiting_bytes: bytes of rows on their way to kvstores.
     """
 
@@ -79,7 +83,7 @@ class PictureStores:
         self._here_bytes = 0
         self.read_pictures = self.missed_pictures = 0
         self.stored_pictures = self.dropped_pictures = 0
-        self.waiting_bytes = 0
+        self.held_bytes = self.waiting_bytes = 0
 
     def _of_rows(self, address: str) -> KVEndpoint:
         store, hello = self._endpoint(address), kv_pb2.StreamHello()
@@ -116,16 +120,9 @@ class PictureStores:
         if not stores:
             return incoming
         items = {item.digest: item for item in incoming.media if item.digest in stores}
-        began, known = world.monotonic(), dict[bytes, bytes]()
-        here = items.keys() & self._here.keys()
-        to_read = [item for item in items.values() if item.digest in held and item.digest not in here]
-        if to_read:
-            found = await asyncio.gather(
-                *(self._read(incoming.spec.tenant, item, stores[item.digest]) for item in to_read)
-            )
-            known = {item.digest: rows for item, rows in zip(to_read, found, strict=True) if rows is not None}
-            self.read_pictures += len(known)
-            self.missed_pictures += len(to_read) - len(known)
+        began, here = world.monotonic(), items.keys() & self._here.keys()
+        believed = [item for item in items.values() if item.digest in held and item.digest not in here]
+        known = await self._read_all(incoming.spec.tenant, believed, stores) if believed else {}
         wanted = {digest: stores[digest] for digest in items if digest not in known and digest not in here}
         forgotten = tuple(self._forgotten(incoming.spec.tenant))  # now: the rows are older than later deletions
 
@@ -134,8 +131,13 @@ class PictureStores:
             if picture.rows and (store := wanted.get(picture.digest)) is not None:
                 self._keep(incoming.spec.tenant, picture, store, forgotten)
 
-        rows = RequestRows(known, wanted, placed)
+        def given(nbytes: int) -> None:
+            self.held_bytes -= nbytes
+
+        rows = RequestRows(known, wanted, placed, given)
         if known:
+            # A request that ends before its steps gives back the rest.
+            weakref.finalize(rows, lambda: given(sum(map(len, known.values())))).atexit = False
             rows.seconds = world.monotonic() - began
             rows.tokens = sum(items[digest].end - items[digest].begin for digest in known)
         there = {*known, *here}
@@ -150,12 +152,33 @@ class PictureStores:
         while self._here_bytes > HERE_BYTES:
             self._here_bytes -= self._here.popitem(last=False)[1]
 
-    async def _read(self, tenant: str, item: MediaItem, store: kv_pb2.Instance) -> bytes | None:
-        """Return a picture's rows; None if the kvstore does not give them all, intact and in time."""
+    async def _read_all(
+        self, tenant: str, items: Sequence[MediaItem], stores: Mapping[bytes, kv_pb2.Instance]
+    ) -> dict[bytes, bytes]:
+        """Return the rows of pictures, by digest, as far as kvstores give them and `MAX_HELD_BYTES` leave room."""
+        reads, known, before = list[tuple[MediaItem, int]](), dict[bytes, bytes](), self.held_bytes
+        for item in items:
+            grid = self._rule.grid(item.width, item.height, item.detail)
+            nbytes = self._row_bytes * self._rule.tokens(grid).count(self._rule.mark)
+            if self.held_bytes + nbytes <= MAX_HELD_BYTES:
+                self.held_bytes += nbytes
+                reads.append((item, nbytes))
+        taken = self.held_bytes - before
+        try:
+            found = await asyncio.gather(
+                *(self._read(tenant, item, nbytes, stores[item.digest]) for item, nbytes in reads)
+            )
+            known = {item.digest: rows for (item, _), rows in zip(reads, found, strict=True) if rows is not None}
+        finally:
+            self.held_bytes -= taken - sum(map(len, known.values()))
+        self.read_pictures += len(known)
+        self.missed_pictures += len(reads) - len(known)
+        return known
+
+    async def _read(self, tenant: str, item: MediaItem, nbytes: int, store: kv_pb2.Instance) -> bytes | None:
+        """Return a picture's `nbytes` of rows; None if the kvstore does not give them all, intact and in time."""
         if self._readers.paused(store, world.monotonic()):
             return None
-        grid = self._rule.grid(item.width, item.height, item.detail)
-        nbytes = self._row_bytes * self._rule.tokens(grid).count(self._rule.mark)
         keys = row_keys(self._model, tenant, item.digest, -(-nbytes // self._block_bytes))
         data = memoryview(bytearray(len(keys) * self._block_bytes))
         parts = [data[at : at + self._block_bytes] for at in range(0, len(data), self._block_bytes)]
@@ -222,6 +245,12 @@ class PictureStores:
 
 
 PICTURE_METRICS: tuple[Metric[PictureStores], ...] = (
+    Metric(
+        "picture_rows_held_bytes",
+        "Bytes of encoded pictures that kvstores gave, and that no step has taken yet.",
+        lambda stores: stores.held_bytes,
+        0,
+    ),
     Metric(
         "picture_rows_waiting_bytes",
         "Bytes of encoded pictures on their way to kvstores.",

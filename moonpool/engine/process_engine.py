@@ -19,7 +19,7 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.base.scheduling.steps import LayerDone, Step, StepResult, max_steps_in_flight
+from moonpool.base.scheduling.steps import LayerDone, Step, StepResult, max_steps_in_flight, without_files
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.channel import ChannelClosed
 from moonpool.engine.messages import (
@@ -160,7 +160,9 @@ class ProcessEngine:
         # When the caller was cancelled, the loop must not report the future's exception as never retrieved.
         flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._flights[step.step_id] = flight
-        self._send(step)
+        further = without_files(step)
+        for worker in self._workers:
+            worker.channel.send(further if worker.stage else step)
         # Shielded: the step of a cancelled caller is still writing.
         return await asyncio.shield(flight.future)
 
@@ -178,8 +180,7 @@ class ProcessEngine:
 
     def _send(
         self,
-        message: Step
-        | OpenKVGateMessage
+        message: OpenKVGateMessage
         | DropSequence
         | StopRunMessage
         | AbortStageStep

@@ -38,7 +38,7 @@ MAX_LOOKED_AT = 1024
 """Digests of pictures that are known to be whole."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestRows:
     """The rows of one request's pictures.
 
@@ -46,6 +46,7 @@ class RequestRows:
         known: rows from kvstores, by digest, until a step takes them.
         wanted: where rows shall go once they are encoded, by digest.
         placed: is told of each picture that a step has put into the prompt.
+        given: is told how many bytes of `known` a step has taken.
         seconds: that reading has taken.
         tokens: of the pictures that were read.
     """
@@ -53,13 +54,16 @@ class RequestRows:
     known: dict[bytes, bytes]
     wanted: Mapping[bytes, kv_pb2.Instance]
     placed: Callable[[PlacedPicture], None]
+    given: Callable[[int], None]
     seconds: float = 0.0
     tokens: int = 0
 
     def for_step(self, media: Sequence[MediaItem]) -> dict[bytes, bytes]:
         """Return what a step with these pictures is told (`SequenceStep.picture_rows`); rows are told once."""
         told = {item.digest: b"" for item in media if item.digest in self.wanted}
-        return told | {item.digest: self.known.pop(item.digest) for item in media if item.digest in self.known}
+        found = {item.digest: self.known.pop(item.digest) for item in media if item.digest in self.known}
+        self.given(sum(map(len, found.values())))
+        return told | found
 
     def computed(self, index: int, pictures: Sequence[PlacedPicture]) -> None:
         """A step is over; `index`: the sequence's there."""

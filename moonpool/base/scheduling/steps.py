@@ -8,7 +8,7 @@ Steps and results are frozen and picklable.
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Self
@@ -138,6 +138,20 @@ class Step:
     has no token for a sequence, or if the run is stopped. All sequences in a run sample, and have blocks for the whole
     run.
     """
+
+
+def without_files(step: Step) -> Step:
+    """Return a step as stages behind the first get it: without files and rows of pictures, which the encoder reads.
+
+    Files and rows of one step may be hundreds of megabytes.
+    """
+    if not any(part.media for part in step.sequences):
+        return step
+    parts = [
+        replace(part, media=tuple([replace(item, content=b"") for item in part.media]), picture_rows={})
+        for part in step.sequences
+    ]
+    return replace(step, sequences=tuple(parts))
 
 
 def longest_wait_s(step_s: float) -> float:

@@ -92,10 +92,10 @@ class ErrorResponse:
 def error_response(error: Exception) -> ErrorResponse:
     """The response to an exception. A foreign exception becomes 500 without text. Long texts are cut."""
     found = _error_response(error)
-    parameter = found.parameter and found.parameter[:MAX_MESSAGE_CHARS]
-    help_at = remedy(found.message, found.code or "")
+    message, parameter = found.message[:MAX_MESSAGE_CHARS], found.parameter and found.parameter[:MAX_MESSAGE_CHARS]
+    help_at = remedy(message, found.code or "")  # not all of a text that may quote a large body
     detail = found.detail | ({"help": help_at} if help_at else {})
-    return replace(found, message=found.message[:MAX_MESSAGE_CHARS], parameter=parameter, detail=detail)
+    return replace(found, message=message, parameter=parameter, detail=detail)
 
 
 def _error_response(error: Exception) -> ErrorResponse:

@@ -1,16 +1,19 @@
 """The DRAM tier: whole blocks, and bytes reserved for blocks that are being written or read in, within a budget.
 
 A block that is in use is held. Held blocks and pinned blocks are never evicted, nor those that a guarantee covers.
+Rows of pictures have an order of their own: their share is guaranteed, and who looks for KV to evict passes over none.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.base import world
 from moonpool.base.errors import InvalidRequest, Overloaded
-from moonpool.base.kv.blocks import DramBlock, PartTable
+from moonpool.base.kv.blocks import PICTURES, BlockInfo, DramBlock, PartTable
 from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S, Arena
 from moonpool.kvstore.eviction.base import EvictionPolicy
+from moonpool.kvstore.eviction.policies import LRU
 from moonpool.kvstore.eviction.retention import Pins, SessionRetention
 from moonpool.kvstore.eviction.tenants import TenantAccount, TenantBytes, sum_by_tenant
 
@@ -18,8 +21,9 @@ from moonpool.kvstore.eviction.tenants import TenantAccount, TenantBytes, sum_by
 class DramTier(PartTable[DramBlock]):
     """Blocks in memory, evicted in the order of `policy`, and of what is known of sessions, when bytes are needed.
 
-    Blocks and reservations together never exceed `capacity_bytes`. The policy holds all blocks but pinned ones, which
-    count as new when they are released. The account of what tenants are granted and have is kept up to date here.
+    Blocks and reservations together never exceed `capacity_bytes`. The policy holds all blocks of KV, and `pictures`
+    those of rows of pictures, but no pinned ones, which count as new when they are released. The account of what
+    tenants are granted and have is kept up to date here.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class DramTier(PartTable[DramBlock]):
         self.pins = Pins() if pins is None else pins
         self.account = account or TenantAccount()
         self.arena = arena or Arena(capacity_bytes)
-        self.policy = SessionRetention(policy, clock)
+        self.policy, self.pictures = SessionRetention(policy, clock), LRU()
         self.reserved = TenantBytes()
         self.pinned = TenantBytes()
         self.fixed = TenantBytes()  # of blocks that are held or pinned
@@ -47,14 +51,28 @@ class DramTier(PartTable[DramBlock]):
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Count those of `chain` (head first) that are here as used now."""
-        self.policy.touched(self._ordered(chain))
+        for policy, keys in self._ordered(chain):
+            policy.touched(keys)
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         """Blocks of `chain` (head first) that came together have all come; some may have left. Not a use of them."""
-        self.policy.arrived(self._ordered(chain))
+        for policy, keys in self._ordered(chain):
+            policy.arrived(keys)
 
-    def _ordered(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
-        return [block.info.key for block in filter(None, map(self.get, chain)) if not block.pinned]
+    def _ordered(self, chain: Sequence[BlockKey]) -> list[tuple[EvictionPolicy, list[BlockKey]]]:
+        there = [block.info for block in filter(None, map(self.get, chain)) if not block.pinned]
+        rows = [info.key for info in there if info.format.of_pictures]
+        kv = [info.key for info in there if not info.format.of_pictures] if rows else [info.key for info in there]
+        return [(policy, keys) for policy, keys in ((self.policy, kv), (self.pictures, rows)) if keys]
+
+    def _order_of(self, info: BlockInfo) -> EvictionPolicy:
+        return self.pictures if info.format.of_pictures else self.policy
+
+    def _candidates(self, tenant: str, *, own_only: bool) -> Iterator[BlockKey]:
+        """Blocks that may go for a tenant, in order; for pictures within their share, KV goes first."""
+        if own_only:
+            return (self.pictures if tenant == PICTURES else self.policy).candidates()
+        return itertools.chain(self.policy.candidates(), self.pictures.candidates())
 
     @property
     def block_bytes(self) -> int:
@@ -129,7 +147,7 @@ class DramTier(PartTable[DramBlock]):
         going = {tenant: 0}  # bytes by tenant
         for own_only, wanted in ((True, own), (False, over)):
             gone = going[tenant] if own_only else sum(going.values())
-            for key in self.policy.candidates() if gone < wanted else ():
+            for key in self._candidates(tenant, own_only=own_only) if gone < wanted else ():
                 block = self[key]
                 owner, size = block.info.account, block.info.nbytes
                 if block.holds or key in victims:
@@ -158,7 +176,7 @@ class DramTier(PartTable[DramBlock]):
             assert key not in self
             assert block.holds == 0
             self[key] = block
-            self.policy.added(block.info)
+            self._order_of(block.info).added(block.info)
             if key in self.pins:
                 self._set_pinned(block, True)
 
@@ -170,7 +188,7 @@ class DramTier(PartTable[DramBlock]):
             self._discard([block])
             return
         del self[block.info.key]
-        self.policy.removed(block.info.key)
+        self._order_of(block.info).removed(block.info.key)
         self.leaving[block] = None
 
     def _discard(self, blocks: Sequence[DramBlock]) -> None:
@@ -178,7 +196,7 @@ class DramTier(PartTable[DramBlock]):
             assert block.holds == 0
             assert not block.pinned
             del self[block.info.key]
-            self.policy.removed(block.info.key)
+            self._order_of(block.info).removed(block.info.key)
         for tenant, nbytes in _by_tenant(blocks).items():
             self.account.used.add(tenant, -nbytes)
 
@@ -212,9 +230,9 @@ class DramTier(PartTable[DramBlock]):
     def _set_pinned(self, block: DramBlock, pinned: bool) -> None:
         block.pinned = pinned
         if pinned:
-            self.policy.removed(block.info.key)
+            self._order_of(block.info).removed(block.info.key)
         else:
-            self.policy.added(block.info)
+            self._order_of(block.info).added(block.info)
         nbytes = block.info.nbytes if pinned else -block.info.nbytes
         self.pinned.add(block.info.account, nbytes)
         if not block.holds:

@@ -1,6 +1,7 @@
 """Rows of pictures in a real kvstore: what an instance writes, reads, and does not take."""
 
 import asyncio
+import gc
 import random
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -184,3 +185,27 @@ async def test_what_is_in_the_engines_memory_is_not_read_until_it_has_left(monke
             await one.encodes(picture(number))
         assert [await one.has(picture(number)) for number in range(3)] == [False, True, True]
         assert await one.reads(picture(0)) == rows_of(picture(0).digest)
+
+
+async def test_rows_that_wait_for_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue of prompts holds few rows: those of further pictures are encoded, until a step or an end gives room."""
+    one, two = picture(1), picture(2)
+    monkeypatch.setattr(picture_rows, "MAX_HELD_BYTES", ROWS * ROW_BYTES)
+    async with rig(dram_bytes=DRAM) as store:
+        async with instance(store) as writer:
+            await writer.encodes(one)
+            await writer.encodes(two)
+        async with instance(store) as reader:
+            for gone in (False, True):
+                _, waits = await reader.asks(one)
+                assert reader.stores.held_bytes == ROWS * ROW_BYTES
+                assert await reader.reads(two) is None
+                if not gone:
+                    assert waits.for_step([one]) == {one.digest: rows_of(one.digest)}
+                del waits, _
+                gc.collect()
+                assert reader.stores.held_bytes == 0
+            assert await reader.reads(two) == rows_of(two.digest)
+            assert await reader.reads(picture(3)) is None, "the store does not have it"
+            assert (reader.stores.held_bytes, reader.stores.read_pictures, reader.stores.missed_pictures) == (0, 3, 1)
+        await store.at_rest()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -21,10 +22,12 @@ import uvloop
 from moonpool.base.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
 from moonpool.base.fork_server import Launcher, execute, start_service
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.media import MediaItem
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_engine import start_processes
 
@@ -134,6 +137,41 @@ async def test_at_most_one_step_more_than_stages_and_ids_grow() -> None:
         engine.open_gate(2, 3)
         engine.open_gate(3, 3)
         assert [(await run).sampled for run in runs[1:]] == [(200,), (300,)]
+
+
+class Listens:
+    """A worker of a stage that does nothing but note what it is told; its own channel, too."""
+
+    rank = pid = 0
+
+    def __init__(self, stage: int) -> None:
+        self.stage, self.told = stage, list[Any]()
+
+    @property
+    def channel(self) -> "Listens":
+        return self
+
+    def send(self, message: object) -> None:
+        self.told.append(message)
+
+
+async def test_files_and_rows_of_pictures_go_to_the_first_stage_alone() -> None:
+    """Others need a picture's place and size. What is in a step of pictures may be more than a connection carries."""
+    item = MediaItem(2, 6, b"d" * 32, b"file" * 1000, 30, 40, "low")
+    whole = replace(step(1, 5).sequences[0], media=(item,), picture_rows={item.digest: b"rows" * 1000})
+    workers: list[Any] = [Listens(0), Listens(0), Listens(1), Listens(2)]
+    engine = ProcessEngine(spec(stages=3), PoolMemory([]), workers)
+    for number, part in enumerate((whole, step(1, 5).sequences[0])):
+        run = asyncio.ensure_future(engine.run(Step(number, (part,))))
+        await asyncio.sleep(0)
+        run.cancel()
+        told = [worker.told[number].sequences[0] for worker in workers]
+        assert told[0] is told[1] is part
+        assert told[2] == told[3] == part
+    seen = workers[3].told[0].sequences[0]
+    assert (seen.media[0].content, seen.picture_rows) == (b"", {})
+    (found,) = seen.media
+    assert (found.width, found.height, found.detail) == (30, 40, "low")
 
 
 async def test_gates_and_aborts_may_come_before_the_step() -> None:

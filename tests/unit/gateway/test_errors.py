@@ -251,6 +251,7 @@ async def test_errors_of_the_conductor(raised: Exception, status: int, param: st
         (DeadlineExceeded("the request's 600 s are over; the request waited for decode-0"), "waited"),
         (DeadlineExceeded("no"), "timeout"),
         (InvalidRequest("prompt", "prompt and answer together may have 512 tokens"), "too-long"),
+        (InvalidRequest("prompt", "what a body says, " * 1000 + "no API key was given"), "invalid_value"),
     ],
 )
 async def test_an_error_names_the_place_of_the_page_that_says_what_to_do(raised: Exception, anchor: str) -> None:

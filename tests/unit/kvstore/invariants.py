@@ -51,7 +51,9 @@ def _(dram: DramTier) -> None:
     assert all(block.holds and not block.pinned for block in dram.leaving)
     assert dram.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
     assert dram.free_bytes >= 0
-    assert set(dram.policy.candidates()) == {key for key, block in dram.items() if not block.pinned}
+    for of_pictures, order in ((False, dram.policy), (True, dram.pictures)):
+        kind = {key for key, block in dram.items() if block.info.format.of_pictures == of_pictures}
+        assert set(order.candidates()) == {key for key in kind if not dram[key].pinned}
     assert all(block.info.key == key and block.holds >= 0 for key, block in dram.items())
     assert all(block.pinned == (key in dram.pins) for key, block in dram.items())
     sized = [(block, (block.info.account, block.info.nbytes)) for block in blocks]

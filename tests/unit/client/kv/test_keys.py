@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.blocks import BlockFormat
 from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.picture_rows import PICTURE_NAMESPACE
 from moonpool.base.kv.values import value_key, value_namespace
 from moonpool.base.rpc.api_keys import ApiKeys, hash_key
 from moonpool.base.rpc.channels import Channels
@@ -19,6 +21,7 @@ from moonpool.client.kv import AsyncKVClient, PermissionDenied, Unauthenticated
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.rpc.certificates import tls
 from tests.unit.clocks import hurried
+from tests.unit.kvstore.helpers import LAYOUT
 from tests.unit.kvstore.rig import KEYS, Rig, failure, opened_get, rig
 
 NAME = "engine/model"
@@ -84,7 +87,14 @@ async def test_a_client_reaches_no_keys_but_its_own(tmp_path: Path) -> None:
                     assert isinstance(await failure(damaged), PermissionDenied)
             with pytest.raises(MoonpoolError, match="tenant that is not the caller's"):
                 await as_ann.put([BlockKey(bytes(16) + value_key(b"", "ann", b"x")[16:])], tenant="bob")
+            # What a client keeps counts to the client's quota, never to that of pictures.
+            rows = BlockFormat(PICTURE_NAMESPACE, LAYOUT)
+            with pytest.raises(MoonpoolError, match="engines' own"):
+                await as_ann.put([value_key(value_namespace(NAME), "ann", b"k")], block_format=rows)
+            with pytest.raises(MoonpoolError, match="engines' own"):
+                await as_ann.read([value_key(value_namespace(NAME), "ann", b"k")], block_format=rows)
         assert [len(await store.read([key])) for key in (KEYS[0], bobs)] == [1, 1]
+        await store.put(KEYS[1:2], block_format=BlockFormat(PICTURE_NAMESPACE, LAYOUT))
         await store.at_rest()
 
 

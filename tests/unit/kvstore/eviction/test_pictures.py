@@ -1,17 +1,19 @@
 """Rows of pictures beside KV: each class keeps its share of both tiers, whatever comes of the other."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from moonpool.base.kv.blocks import PICTURES
+from moonpool.base.kv.blocks import PICTURES, BlockFormat
 from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.picture_rows import PICTURE_NAMESPACE, row_keys, rows_layout
 from moonpool.base.kv.values import value_namespace
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.kvstore.dram.tier import DramTier
-from moonpool.kvstore.eviction.policies import POLICIES
+from moonpool.kvstore.eviction.policies import LRU, POLICIES
 from moonpool.kvstore.eviction.tenants import TenantAccount, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, ROWS_FORMAT, Driven, block_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
@@ -42,6 +44,41 @@ def test_neither_class_takes_the_share_of_the_other(policy: str, seed: int) -> N
         check(dram)
     assert dram.account.used[PICTURES] == SHARE * BLOCK
     assert 0 < dram.picture_evictions < dram.evictions
+
+
+class Watched(LRU):
+    """Counts the blocks of KV that are looked at."""
+
+    looked = 0
+
+    def candidates(self) -> Iterator[BlockKey]:
+        for key in super().candidates():
+            self.looked += 1
+            yield key
+
+
+def test_who_makes_room_in_one_class_passes_over_none_of_the_other() -> None:
+    """However many lie there, older than all else: a store with a full share of pictures evicts KV as quickly."""
+    order = Watched()
+    dram = DramTier(BLOCKS * BLOCK, order, account=TenantAccount.of({}, "dram", SHARE * BLOCK))
+    rows, text, own = keys_of(2 * SHARE, "rows"), keys_of(BLOCKS, "text"), BLOCKS - SHARE
+
+    def put(key: BlockKey, kind: BlockFormat, leaves: list[BlockKey], looked: int = 0) -> None:
+        before = order.looked
+        assert dram.reserve(BLOCK, kind.account("a")) == leaves
+        assert order.looked - before == looked
+        dram.insert([block_of(key, "a", kind)])
+        check(dram)
+
+    for key in rows[:SHARE]:
+        put(key, ROWS_FORMAT, [])
+    for key in text[:own]:
+        put(key, FORMAT, [])
+    for key, oldest in zip(text[own:], text, strict=False):
+        put(key, FORMAT, [oldest], looked=1)
+    dram.touch([rows[0], *text])
+    for key, oldest in zip(rows[SHARE:], [*rows[1:SHARE], rows[0]], strict=True):
+        put(key, ROWS_FORMAT, [oldest])
 
 
 def test_kv_uses_the_room_that_pictures_leave() -> None:
