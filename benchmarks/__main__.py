@@ -32,7 +32,17 @@ ALL = (
     "tls",
     "weight_types",
 )
-BY_NAME = ("connections", "goodput", "kv_links", "next_turn", "one_engine", "prefill", "requests", "routers")
+BY_NAME = (
+    "connections",
+    "goodput",
+    "kv_links",
+    "next_turn",
+    "one_engine",
+    "pictures",
+    "prefill",
+    "requests",
+    "routers",
+)
 """Run only where they are named: all runs of one take tens of minutes."""
 HELP = f"some of {', '.join(ALL)} (default: all of these), or {', '.join(BY_NAME)}, which take minutes a run"
 

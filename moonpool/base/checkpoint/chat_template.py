@@ -115,6 +115,10 @@ class ControlTokens:
             return [self.mark(item, begin, end, assistant=assistant) for item in value]
         return value
 
+    def within(self, text: str) -> bool:
+        """Tell whether `text` is a part of a control token, without its first and last characters."""
+        return self._all.within(text)
+
     def unmark(self, text: str, begin: str, end: str) -> RenderedChat:
         """Return `text` without marks. A mark without its token is a place where two texts meet."""
         parts: list[str] = []
@@ -137,6 +141,7 @@ class _Tokens:
 
     def __init__(self, texts: Sequence[str]) -> None:
         longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+        self._texts = longest_first
         self._longest = len(longest_first[0]) if longest_first else 0
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         begins = {text[:size] for text in longest_first for size in range(1, len(text))}
@@ -159,6 +164,10 @@ class _Tokens:
             inner = marked.lstrip()
             marked = f"{marked[: len(marked) - len(inner)]}{end}{inner}"
         return marked
+
+    def within(self, text: str) -> bool:
+        """See `ControlTokens.within`."""
+        return bool(text) and any(text in token[1:-1] for token in self._texts)
 
     def across(self, text: str, place: int) -> bool:
         """Tell whether a token in `text` begins before `place` and ends behind."""
@@ -311,12 +320,20 @@ class ChatTemplates:
 
     def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
         """Return a turn with marks, and with its calls as text if the template leaves calls out."""
-        marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
-        if turn.get("role") in _ROLES:  # templates ask for these, which may be tokens
-            marked["role"] = turn["role"]
+        role = turn.get("role")
+        marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=role == "assistant")
+        if role in _ROLES:  # templates ask for these, which may be tokens
+            marked["role"] = role
+        elif isinstance(role, str) and self._control.within(role) and not self._asks_for(role):
+            # Templates such as Phi 3's write the rest of a token on both sides.
+            marked["role"] = f"{begin}{role}{end}"
         if self._unshown is not None:  # the marks of calls are the model's own, what is within them is not
             marked = with_text_of_calls(marked, marked.get("tool_calls", ()), self._unshown)
         return marked
+
+    def _asks_for(self, role: str) -> bool:
+        """Tell whether a template compares roles with this one."""
+        return any(f"{quote}{role}{quote}" in self.tool_use.source + self.default.source for quote in "'\"")
 
     def _text(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], options: ChatOptions) -> str:
         template = self.tool_use if tools else self.default

@@ -113,7 +113,8 @@ def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
     pattern, heads = found.get("window_pattern"), found.get("listed_heads")
     kinds = [_KINDS[bool(local)] for local in pattern] if isinstance(pattern, list) else []
     theta, share = found["rope_theta"], found["partial_rotary_factor"]
-    local_theta, dense = found.get("swa_rope_theta", theta), found.get("first_k_dense_replace", 0)
+    local_theta = found.get("swa_rope_theta", theta)
+    dense = int(JsonFields(found, "GGUF").number("first_k_dense_replace", 0))
     each = dict(zip(kinds, heads, strict=False)) if isinstance(heads, list) else {}
     every = found["num_attention_heads"]
     return {

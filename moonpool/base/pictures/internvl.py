@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from moonpool.base.errors import UnsupportedModel
 from moonpool.base.pictures.base import PictureFields, PictureRule
+
+MAX_ROWS = 1 << 16
+"""Tokens of a picture that a checkpoint may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,14 @@ class InternVLRule(PictureRule):
 
         Raises:
             CheckpointError: a setting is wrong; names the setting.
-            UnsupportedModel: a token is missing; names the setting.
+            UnsupportedModel: a token is missing, or pictures are too large; names the setting.
         """
         mark, begin, end = found.special("<IMG_CONTEXT>", "<img>", "</img>")
         rows = found.whole.positive("image_seq_length", 256)
         squares = found.processor.positive("min_patches", 1), found.processor.positive("max_patches", 12)
+        if rows * (squares[1] + 1) > MAX_ROWS:
+            why = f"{squares[1]} squares of {rows} tokens and the whole are more than {MAX_ROWS} tokens"
+            raise UnsupportedModel("max_patches", why)
         sides = found.size.positive("height", 448), found.size.positive("width", 448)
         return cls(mark, found.settings, rows, *sides, squares, begin, end)
 
@@ -59,8 +66,8 @@ class InternVLRule(PictureRule):
         arrangements = [
             (columns, rows)
             for columns in range(1, most + 1)
-            for rows in range(1, most + 1)
-            if fewest <= columns * rows <= most
+            for rows in range(1, most // columns + 1)
+            if fewest <= columns * rows
         ]
         for columns, rows in sorted(arrangements, key=lambda each: each[0] * each[1]):
             difference = abs(ratio - columns / rows)

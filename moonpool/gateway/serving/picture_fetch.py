@@ -22,6 +22,7 @@ FETCH_S = 10.0
 """Time for all of a file."""
 MAX_URL_CHARS = 8192
 _PORTS = {"https": 443, "http": 80}
+_UNICAST, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def address_of(host: str, port: int) -> tuple[str, int]:
@@ -38,7 +39,10 @@ def is_public(address: str) -> bool:
     """Whether an address is one of the internet's, not of this network or machine."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
-        found = found.ipv4_mapped or found.sixtofour or found
+        translated = ipaddress.IPv4Address(found.packed[-4:]) if found in _NAT64 else None
+        found = found.ipv4_mapped or found.sixtofour or translated or found
+    if isinstance(found, ipaddress.IPv6Address) and found not in _UNICAST:
+        return False  # Python calls some of the others global, such as ::10.0.0.1
     return found.is_global and not found.is_multicast
 
 

@@ -124,7 +124,8 @@ def test_without_hosts_nothing_is_fetched(server: tuple[str, int]) -> None:
         ("93.184.216.34", True), ("2606:2800:220:1::1", True), ("127.0.0.1", False), ("10.1.2.3", False),
         ("169.254.169.254", False), ("192.168.0.1", False), ("100.64.0.1", False), ("0.0.0.0", False),
         ("224.0.0.1", False), ("::1", False), ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False),
-        ("2002:0a00:0001::1", False),
+        ("2002:0a00:0001::1", False), ("64:ff9b::10.0.0.1", False), ("64:ff9b::93.184.216.34", True),
+        ("::10.0.0.1", False), ("::ffff:0:10.0.0.1", False), ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
     ],
 )  # fmt: skip
 def test_public_addresses(address: str, public: bool) -> None:

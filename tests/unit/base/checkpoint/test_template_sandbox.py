@@ -213,6 +213,20 @@ def test_a_token_that_a_template_cuts_does_not_make_another_one() -> None:
     assert tokens.count(texts.special_id("<|end|>") or -1) == 1
 
 
+@pytest.mark.parametrize("asks", ["", "{% if messages[0].role == 'endoftext' %}y{% endif %}"])
+def test_no_role_becomes_a_control_token(asks: str) -> None:
+    """As Phi 3's template writes roles. One that the template asks for is the template's own."""
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}" + asks
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    backend.add_special_tokens(["<|user|>", "<|endoftext|>", "<|end|>"])
+    texts = Tokenizer(backend, {"default": source})
+    tokens = texts.apply_chat_template([{"role": "endoftext", "content": "a"}, {"role": "user", "content": "b"}])
+    written = "<|endoftext|>a<|end|><|user|>b<|end|>" + ("y" if asks else "")
+    assert texts.decode(tokens, skip_special=False) == written
+    ids = [texts.special_id(token) for token in ("<|endoftext|>", "<|end|>", "<|user|>", "<|end|>")]
+    assert [token for token in tokens if token in ids] == ids[0 if asks else 1 :]
+
+
 def test_a_conversation_with_all_private_characters_is_refused_soon() -> None:
     texts = "x" * (1 << 22) + "".join(map(chr, range(0xE000, 0xF900)))
     control = ControlTokens(["<|im_end|>"])

@@ -1,6 +1,9 @@
 """Tokens of InternVL's pictures, from width and height alone, beside transformers' processor."""
 
+import json
 import random
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +49,19 @@ def test_grids_are_those_of_transformers_processor(rule: InternVLRule) -> None:
         assert rule.grid(width, height, "auto") == (rows, columns), (width, height)
         squares = processor.get_number_of_image_patches(height, width, {"crop_to_patches": True})
         assert sum(token == rule.mark for token in rule.tokens((rows, columns))) == ARRANGED_ROWS * squares
+
+
+@pytest.mark.parametrize(("changed", "name"), [({"max_patches": 10**9}, "max_patches"), ({}, "")])
+def test_no_picture_has_tokens_without_end(changed: dict[str, int], name: str, tmp_path: Path) -> None:
+    folder = arranged_model(tmp_path)
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    found = read_rule(folder, lambda: Tokenizer.load(folder))
+    assert name in str(found) if name else isinstance(found, InternVLRule)
+
+
+def test_a_picture_of_many_squares_is_cut_soon(rule: InternVLRule) -> None:
+    begun = time.thread_time()
+    rows, columns = replace(rule, squares=(1, 1 << 14)).grid(3000, 1000, "auto")
+    assert columns == 3 * rows
+    assert time.thread_time() - begun < 5

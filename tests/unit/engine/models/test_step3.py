@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.step3p7 import Step3p7TextConfig, Step3p7TextModel
 
+from moonpool.base.checkpoint import load_config
 from moonpool.base.checkpoint.formats import tensor_index
-from moonpool.base.errors import UnsupportedModel
+from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 from tests.unit.engine.models.test_families import TINY, draw
 from tests.unit.engine.models.test_gguf_families import FILES, write
@@ -100,7 +101,7 @@ def folder(model: torch.nn.Module, head: torch.Tensor, path: Path, *, pictures: 
 
     `pictures`: as Step 3.7 is, with an encoder of pictures.
     """
-    tensors = {"lm_head.weight": head}
+    tensors = {"model.embed_tokens.weight": head}
     for name, tensor in model.state_dict().items():
         if name.endswith("gate_up_proj"):
             layer = name.removesuffix("mlp.experts.gate_up_proj")
@@ -181,6 +182,20 @@ def test_a_file_answers_as_the_text_part_of_step_3_7_does(tmp_path: Path, monkey
     write("step35", converted, tmp_path / "file" / "model.gguf")
     answering: Callable[..., Any] = whole(model, head)
     two_turns(answering, tmp_path / "file" / "model.gguf")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", ["one", [1, 1]])
+def test_a_file_with_a_wrong_number_of_dense_layers_is_refused(
+    layers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a damaged file has it."""
+    model, head = reference()
+    tensors = {"model.embed_tokens.weight": head}
+    converted: Any = SimpleNamespace(config=model.config, state_dict=lambda: tensors)
+    monkeypatch.setitem(FILES, "step35", ("glm4_moe", {**KEYS, "leading_dense_block_count": layers}))
+    write("step35", converted, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="first_k_dense_replace"):
+        load_config(tmp_path / "model.gguf")
 
 
 def test_ranks_have_the_gates_of_their_heads(tmp_path: Path) -> None:
