@@ -249,8 +249,7 @@ PICTURE_METRICS: tuple[Metric[PictureStores], ...] = (
     Metric(
         "picture_rows_held_bytes",
         "Bytes of encoded pictures that kvstores gave, and that no step has taken yet.",
-        lambda stores: stores.held_bytes,
-        0,
+        lambda stores: stores.held_bytes,  # at rest 0 only once the memory of ended requests is collected
     ),
     Metric(
         "picture_rows_waiting_bytes",

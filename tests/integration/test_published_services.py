@@ -19,7 +19,7 @@ from tests.unit.engine.models.test_parity import assert_greedy
 from tests.unit.engine.models.test_published import FOLDERS, GGUF, file_of, folder_of, whole_of
 from tests.unit.engine.models.test_wrapped import WHOLE
 
-pytestmark = pytest.mark.slow  # stacks of its own
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # stacks of its own
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 

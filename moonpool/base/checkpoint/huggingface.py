@@ -44,6 +44,7 @@ from moonpool.base.sampling_params import MAX_SUPPRESSED_TOKENS
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_NAME_CHARS = 200
 """Characters in the name of a file that an index names."""
+_MAX_STACKED = 4096  # experts of a layer in one tensor
 _INDEX = "model.safetensors.index.json"
 
 
@@ -97,11 +98,14 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
 def _by_expert(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the tensors, with each expert's part of those that hold all experts of a layer (Step 3.5).
 
-    Scales of weights in codes are divided alike.
+    Scales of weights in codes are divided alike. Raises CheckpointError for more experts than any model has.
     """
     found, counts = dict[str, TensorInfo](), dict[str, int]()
     for name, info in tensors.items():
         if ".moe." in name and name.endswith(".weight") and len(info.shape) == 3:
+            if info.shape[0] > _MAX_STACKED:
+                why = f"has {info.shape[0]} experts, more than {_MAX_STACKED}"
+                raise CheckpointError(f"{info.file}: tensor {name} {why}")
             counts[name.removesuffix(".weight")] = info.shape[0]
     for name, info in tensors.items():
         stem, _, kind = name.rpartition(".")

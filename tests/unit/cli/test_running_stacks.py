@@ -120,6 +120,13 @@ def test_a_record_without_a_process_is_of_no_stack() -> None:
     assert not RunningStack(ended.pid, 0, boot, "x", "m").alive
 
 
+def test_a_stack_is_told_by_its_address_once_there_is_one() -> None:
+    stack = RunningStack(1, 1, "boot", "folder", "m")
+    assert str(stack) == "folder (starting, m)"
+    assert str(dataclasses.replace(stack, address="host:1")) == "folder (host:1, m)"
+    assert str(dataclasses.replace(stack, address="host:1", http_address="host:2")) == "folder (http://host:2, m)"
+
+
 def test_two_stacks(
     start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,8 @@ import asyncio
 import json
 import sqlite3
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from itertools import permutations
 from pathlib import Path
@@ -19,11 +20,13 @@ from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.base.json_parts import UNCHECKED_BYTES
 from moonpool.base.rpc.api_keys import hash_key
+from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.gateway import service
 from moonpool.gateway.batches import runner as running
 from moonpool.gateway.batches import store
+from moonpool.gateway.batches.in_process import InProcessResponse
 from moonpool.gateway.batches.lines import PIECE_BYTES, InputFile
 from moonpool.gateway.batches.store import BatchStore, Status, StoredBatch, StoredLine
 from moonpool.v1 import conductor_pb2 as pb
@@ -157,6 +160,7 @@ WRONG = {
     "deep": (b"[" * 4000, "invalid_json_line"),
     "long": (jsonl(line("a", "x" * 5000)), "line_too_long"),
     "longer": (jsonl(line("a", "x" * 50_000)), "line_too_long"),
+    "empty id": (jsonl(line("", "x")), "missing_required_parameter"),
     "long id": (jsonl(line("a" * 600, "x")), "missing_required_parameter"),
 }
 
@@ -464,6 +468,86 @@ async def test_a_batch_is_cancelled_or_expires(tmp_path: Path, monkeypatch: pyte
         assert told["status"] == "expired"
         codes = [each["error"]["code"] for each in await answers(http, told["error_file_id"])]
         assert codes == ["batch_expired"] * 2
+
+
+class Request:
+    """Stands for the client of a batch's lines: a request that takes some passes of the loop to leave."""
+
+    def __init__(self) -> None:
+        self.begun, self.left = asyncio.Event(), False
+
+    async def post(self, path: str, body: bytes, tenant: str) -> InProcessResponse:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError
+        finally:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            self.left = True
+
+
+@asynccontextmanager
+async def runner(
+    folder: Path, client: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> AsyncIterator[tuple[running.BatchRunner, StoredBatch]]:
+    """A runner without a gateway, and a batch of one line that has not begun."""
+    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as lines:
+        kept = BatchStore(folder, 1 << 20, threads, world.unix_time)
+
+        async def nobody_waits() -> int:
+            return 0
+
+        file, content = kept.new_file_id(), jsonl(line("a", "x"))
+        kept.path(file).write_bytes(content)
+        now = kept.now()
+        await kept.add_file("t", store.StoredFile(file, "in", "batch", len(content), now))
+        body = {"id": "batch_1", "input_file_id": file, "endpoint": ENDPOINT, "created_at": now}
+        batch = StoredBatch("t", "validating", {**body, "expires_at": now + 3600})
+        await kept.add_batch(batch)
+        made = running.BatchRunner(kept, client, TenantTurns(lines), nobody_waits, 1, 1 << 16, sleep)
+        try:
+            yield made, batch
+        finally:
+            await made.close()
+            threads.submit(kept.close).result()
+
+
+async def test_a_batch_is_cancelled_once_its_requests_have_left(tmp_path: Path) -> None:
+    client = Request()
+    async with runner(tmp_path, client) as (made, batch):
+        made.start(batch)
+        await asyncio.wait_for(client.begun.wait(), WAIT_S)
+        await made.cancel(await made.store.batch("t", batch.id))
+        assert client.left
+
+
+async def test_a_batch_waits_longer_and_longer_for_a_store_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, enough, failures = list[float](), asyncio.Event(), 0
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            enough.set()
+            await asyncio.Event().wait()
+
+    async def fail(*_: object) -> None:
+        nonlocal failures
+        failures += 1
+        if failures > 12:
+            enough.set()
+            await asyncio.Event().wait()
+        raise Unavailable("the disk is full")
+
+    monkeypatch.setattr(BatchStore, "put_lines", fail)
+    async with runner(tmp_path, Request(), sleep) as (made, batch):
+        made.start(batch)
+        await asyncio.wait_for(enough.wait(), WAIT_S)
+    assert failures == len(pauses) == 12, "a pause after each failure"
+    most = [min(running.MAX_PAUSE_S, running.FIRST_PAUSE_S * 2.0**number) for number in range(12)]
+    assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses, most, strict=True))
 
 
 async def test_files_with_an_end_go_then_and_not_under_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

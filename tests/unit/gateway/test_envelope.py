@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import socket
+import struct
 
 import anthropic
 import pytest
@@ -10,11 +12,12 @@ import pytest
 from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway import http_connection
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, MODEL_TOKENS, TURNS, Answers, answering
 from .test_client_disconnect import Holding
-from .test_http_server import BODY, HEAD, STREAM, ask, serving
+from .test_http_server import BODY, HEAD, STREAM, HeldUntil, ask, serving
 
 POST = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 CLOSE = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
@@ -228,6 +231,40 @@ async def test_a_client_that_has_only_finished_sending_is_answered(request_bytes
         writer.write_eof()
         assert (await reader.read()).removeprefix(CONTINUE).startswith(b"HTTP/1.1 200 ")
         writer.close()
+
+
+async def test_a_client_that_has_only_finished_sending_is_answered_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often it is looked whether the client is gone."""
+    monkeypatch.setattr(http_connection, "PROBE_S", (0.0,))
+    holding = HeldUntil(answer())
+    async with serving(AsyncClient(transport=holding), read_timeout_s=0.1) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST)
+        writer.write_eof()
+        await holding.begun.wait()
+        assert await reader.readexactly(len(CONTINUE)) == CONTINUE
+        for _ in range(9):
+            await asyncio.sleep(0)
+        holding.go.set()
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_a_client_that_leaves_later_ends_its_request_with_the_next_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "PROBE_S", ())
+    holding = Holding([])
+    async with serving(AsyncClient(transport=holding), read_timeout_s=0.1) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST)
+        writer.write_eof()
+        await holding.call.held.wait()
+        assert await reader.readexactly(len(CONTINUE)) == CONTINUE
+        client = writer.get_extra_info("socket")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        writer.transport.abort()
+        await holding.call.ended.wait()
 
 
 @pytest.mark.parametrize("request_bytes", [POST, STREAM, CLOSE, OLD], ids=["whole", "stream", "close", "http/1.0"])

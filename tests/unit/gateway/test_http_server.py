@@ -5,7 +5,7 @@ import contextlib
 import gc
 import itertools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +18,7 @@ from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.v1 import conductor_pb2 as pb
-from tests.unit.gateway.test_client_disconnect import Holding
+from tests.unit.gateway.test_client_disconnect import HeldCall, Holding
 
 from .fakes import make_gateway, ready, settings, tokenizer
 
@@ -28,6 +28,29 @@ CHAT = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 CLOSING = CHAT.replace(b"host: x", b"host: x\r\nconnection: close")
 STREAMED = BODY[:-1] + b',"stream":true}'
 STREAM = HEAD + b"content-length: %d\r\n\r\n" % len(STREAMED) + STREAMED
+
+
+class HeldUntil(Holding):
+    """The one answer begins when it is told to."""
+
+    def __init__(self, messages: Iterable[pb.GenerateResponse]) -> None:
+        super().__init__(())
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.call = _Later(messages, self.begun, self.go)
+
+
+class _Later(HeldCall):
+    def __init__(self, messages: Iterable[pb.GenerateResponse], begun: asyncio.Event, go: asyncio.Event) -> None:
+        super().__init__(())
+        self._answer, self._begun, self._go = iter(messages), begun, go
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        self._begun.set()
+        await self._go.wait()
+        message = next(self._answer, None)
+        if message is None:
+            raise StopAsyncIteration
+        return message
 
 
 @asynccontextmanager
@@ -103,6 +126,16 @@ async def test_idle_connections_keep_nobody_out() -> None:
             writer.close()
 
 
+async def test_a_connection_whose_request_is_answered_is_idle_again() -> None:
+    async with serving(max_connections=1) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM)
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+        assert await reader.read() == b""
+        writer.close()
+
+
 async def test_requests_keep_their_connections() -> None:
     """When all have a request, one too many is closed."""
     holding = Holding(answer()[:2])
@@ -173,6 +206,21 @@ async def test_the_first_request_of_a_connection_is_answered_though_the_server_e
         assert await silent.read() == b""
         answered.close()
         never.close()
+
+
+async def test_a_request_that_runs_is_its_connections_last_when_the_server_ends() -> None:
+    holding = HeldUntil(answer())
+    async with serving(AsyncClient(transport=holding)) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHAT)
+        await holding.begun.wait()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        holding.go.set()
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"connection: close" in head
+        writer.close()
 
 
 @pytest.mark.parametrize(("listen", "warned"), [("127.0.0.1:0", 0), ("0.0.0.0:0", 1)])

@@ -58,6 +58,11 @@ def test_no_text_has_more_bytes_than_its_tokens_can_stand_for(name: str, text: s
     assert len(text.encode()) <= most * len(backend.encode(text, add_special_tokens=False).ids)
 
 
+def test_a_vocabulary_of_the_bytes_alone_is_enough() -> None:
+    model = models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True)
+    assert most_token_bytes(tokenizers.Tokenizer(model)) > 0
+
+
 def test_nfc_makes_no_text_shorter_than_said() -> None:
     """Of all characters: the longest spelling of each part of its decomposition."""
     longest: dict[str, int] = {}

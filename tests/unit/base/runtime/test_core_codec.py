@@ -142,6 +142,24 @@ def test_whole_numbers_alone_at_the_edges_of_their_widths() -> None:
             assert through(value, "and more") == [value, "and more"]
 
 
+@pytest.mark.parametrize("bits", [31, 63])
+def test_the_least_number_of_a_width_takes_as_many_bytes_as_the_largest(bits: int) -> None:
+    least, largest = (len(CoreEncoder().encode(value)) for value in (-(1 << bits), (1 << bits) - 1))
+    assert least == largest == 1 + (bits + 1) // 8
+
+
+@pytest.mark.parametrize("count", [252, 253, 254, 255, 256])
+def test_counts_of_items_at_the_edge_of_a_byte(count: int) -> None:
+    assert through([None] * count, "and more") == [[None] * count, "and more"]
+
+
+def test_keys_of_one_length_lie_together_and_others_come_back_too() -> None:
+    keys = [bytes([number % 256]) * 16 for number in range(1000)]
+    assert len(CoreEncoder().encode(keys)) < 16_020
+    mixed = [*keys, b"longer than the others"]
+    assert through(keys, mixed, [b""] * 9) == [keys, mixed, [b""] * 9]
+
+
 def told(value: Any) -> str:
     """Kind and content: 1, 1.0 and True are three things, and so are the zeros."""
     if isinstance(value, set | frozenset):
@@ -319,6 +337,11 @@ def test_counts_and_shapes_that_are_not_there(place: int) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_what_is_nested_too_deeply_is_named() -> None:
+    with pytest.raises(CodecError, match="nested too deeply"):
+        CoreDecoder(CLASSES).decode(b"l\1" * 100_000)
 
 
 def test_a_pickle_is_no_value() -> None:

@@ -82,6 +82,20 @@ def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
         journal_files(tmp_path / "nothing")
 
 
+def test_a_file_has_half_of_the_bytes_for_events_beside_its_snapshot(tmp_path: Path) -> None:
+    core, writer = Counter(), JournalWriter(tmp_path, "a", 4000)
+    core.ended = list(range(-500, 500))  # a snapshot of about half
+    writer.before(core)
+    first, second = tmp_path / "a.0", tmp_path / "a.1"
+    snapshot = first.stat().st_size
+    assert snapshot > 1000
+    while not second.exists():
+        writer.record(0.0, Add(1), [])
+        writer.before(core)
+    writer.close()
+    assert 2000 <= first.stat().st_size - snapshot < 2100
+
+
 def test_a_writer_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "a.1").write_bytes(b"of an earlier process")
     writer = JournalWriter(tmp_path, "a", 1000)

@@ -192,6 +192,17 @@ async def test_silent_connections_are_bounded_and_scrapes_go_on(monkeypatch: pyt
             writer.close()
 
 
+async def test_the_end_waits_for_no_silent_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "REQUEST_S", 3600.0)
+    metrics = PrometheusMetrics("decode")
+    async with metrics.served("127.0.0.1:0") as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await get(address, "/livez") == (200, "ok\n"), "so the first one is accepted"
+    assert await reader.read() == b""
+    writer.close()
+
+
 async def test_silent_connections_keep_no_probe_out() -> None:
     metrics = PrometheusMetrics("decode")
     async with metrics.served("127.0.0.1:0") as address:

@@ -1,6 +1,7 @@
 """Step 3.5: transformers has the text part of Step 3.7 alone, which computes the same."""
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ def folder(model: torch.nn.Module, head: torch.Tensor, path: Path, *, pictures: 
 
     `pictures`: as Step 3.7 is, with an encoder of pictures.
     """
-    tensors = {"model.embed_tokens.weight": head}
+    tensors = {"lm_head.weight": head}
     for name, tensor in model.state_dict().items():
         if name.endswith("gate_up_proj"):
             layer = name.removesuffix("mlp.experts.gate_up_proj")
@@ -196,6 +197,16 @@ def test_a_file_with_a_wrong_number_of_dense_layers_is_refused(
     write("step35", converted, tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="first_k_dense_replace"):
         load_config(tmp_path / "model.gguf")
+
+
+def test_a_tensor_of_experts_without_end_is_refused_soon(tmp_path: Path) -> None:
+    """Without elements it takes no bytes of the file."""
+    part = {"dtype": "F32", "shape": [10**9, 0, 16], "data_offsets": [0, 0]}
+    header = json.dumps({"model.layers.1.moe.up_proj.weight": part}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    with pytest.raises(CheckpointError, match=r"moe\.up_proj\.weight has 1000000000 experts, more than 4096"):
+        tensor_index(tmp_path)
 
 
 def test_ranks_have_the_gates_of_their_heads(tmp_path: Path) -> None:
