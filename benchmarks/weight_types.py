@@ -27,8 +27,8 @@ from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
 from moonpool.base.checkpoint.formats import tensor_index
 from moonpool.base.checkpoint.named_models import cache_folder, cached_model
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.pool import KVPool
+from moonpool.base.quantization import Quantization
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.experts import MixtureOfExperts
 from moonpool.engine.models.loader import load_stage

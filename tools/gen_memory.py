@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.checkpoint import inspect_checkpoint, kv_layout, load_config
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.quantization import Quantization
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.models.random_checkpoint import SHAPES

@@ -18,8 +18,8 @@ from moonpool.base.checkpoint.named_models import (
     remove_model,
 )
 from moonpool.base.checkpoint.resolve import model_name, resolve
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError, InvalidRequest
+from moonpool.base.quantization import Quantization
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.tables import RecordTable, age_text, size_text, stdout_console
 from moonpool.cli.whole_words import say

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.config import ENV_PREFIX, LOOPBACK
+from moonpool.base.quantization import Quantization
 from moonpool.cli.options import ENGINES, EngineChoice, ModelArgument
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

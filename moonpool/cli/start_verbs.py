@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.quantization import Quantization
 from moonpool.base.sizes import size_option
 from moonpool.cli.addresses import addresses
 from moonpool.cli.options import (

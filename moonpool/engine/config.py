@@ -5,10 +5,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from moonpool.base.checkpoint import ModelImpl
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.config import ByteRate, ByteSize, OptionalAddress, PeerAddresses
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.quantization import Quantization
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.base.transport.config import TransportConfig

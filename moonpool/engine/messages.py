@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from moonpool.base.checkpoint.config import ModelImpl
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.logprobs import Logprobs
+from moonpool.base.quantization import Quantization
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import STEP_TOKENS, LayerDone, PlacedPicture, SampledCandidates, stage_ranges
 from moonpool.engine.emulated.profile import EmulatedCompute

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moonpool.base import world
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import InvalidRequest, MoonpoolError
 from moonpool.base.kv.blocks import NO_PARENT
 from moonpool.base.kv.keys import BlockKey, slice_hash
 from moonpool.base.kv.media import MediaItem
@@ -236,7 +236,8 @@ class PictureStores:
             self.stored_pictures += 1
         except MoonpoolError as error:
             self.dropped_pictures += 1
-            self._writers.pause(store, world.monotonic() + PAUSE_S)
+            if not isinstance(error, InvalidRequest):  # that is about this picture, as too large for the share
+                self._writers.pause(store, world.monotonic() + PAUSE_S)
             log.warning("rows of a picture cannot be stored", store=store.id, reason=str(error))
         except Exception:
             # A defect here costs stored rows, not the engine that serves requests.

@@ -5,7 +5,7 @@ Every accepted request is safe to compute: the model has every token id.
 
 import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Self
@@ -264,6 +264,9 @@ def _check_name(field: str, name: str, *, least: int) -> None:
         raise InvalidRequest(field, f"must have {least} to {MAX_NAME_CHARS} characters, has {len(name)}")
 
 
+WithRows = Callable[[IncomingRequest, kv_pb2.SequenceSpec], Awaitable[IncomingRequest]]
+
+
 @dataclass(slots=True, eq=False)
 class _PendingRead:
     """A request that a thread reads, and the request's caller."""
@@ -313,8 +316,12 @@ class RequestReader:
                 self._looked_at.pop(digest, None)  # another thread may have
         return incoming
 
-    async def read(self, spec: kv_pb2.SequenceSpec, caller: str = "") -> IncomingRequest:
+    async def read(
+        self, spec: kv_pb2.SequenceSpec, caller: str = "", with_rows: WithRows | None = None
+    ) -> IncomingRequest:
         """Check a request of `caller`. State may change meanwhile: check the request again afterwards.
+
+        `with_rows` adds the rows of the request's pictures; None = they are not wanted.
 
         Raises:
             InvalidRequest: naming the field at fault.
@@ -329,6 +336,8 @@ class RequestReader:
         self._reading.add(reading)
         try:
             incoming = await asyncio.get_running_loop().run_in_executor(self._beside.executor, self._read, spec)
+            if with_rows is not None and not reading.cancelled:
+                incoming = await with_rows(incoming, spec)
         finally:
             self._reading.discard(reading)
         if reading.cancelled:

@@ -23,7 +23,6 @@ from moonpool.base.checkpoint import (
 )
 from moonpool.base.checkpoint.named_models import cache_folder
 from moonpool.base.checkpoint.picture_rule import engine_rule, read_rule
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.checkpoint.weight_file import in_use
 from moonpool.base.config import ENGINE_PACKAGES, EXTRA_ADVICE
 from moonpool.base.errors import ConfigError, InvalidRequest
@@ -32,6 +31,7 @@ from moonpool.base.kv.keys import namespace
 from moonpool.base.kv.layout import ELEMENT_BYTES, KVLayout
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.pictures.base import PictureRule
+from moonpool.base.quantization import Quantization
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import draw_bits
 from moonpool.base.scheduling.steps import STEP_TOKENS

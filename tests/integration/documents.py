@@ -34,8 +34,9 @@ REPLACED = {
     r"\bsmollm2\b": "bundled",
     r"/path/to/Qwen2\.5-0\.5B-Instruct": "bundled",
     r"\S*\.venv/bin/moonpool": "moonpool",
+    r"--wait-s \d+": "--wait-s 500",
 }
-"""What has to be fetched -> what is here."""
+"""What has to be fetched -> what is here; and a limit for a machine with much else to do."""
 LIMIT_S = 600.0
 _FENCE = re.compile(r"(?:<!-- not run: (?P<reason>.+?) -->\n)?^```sh\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 

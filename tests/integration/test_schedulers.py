@@ -28,7 +28,7 @@ RAY = ROOT / ".engines/ray/bin/python"
 NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 TOKENS = 400
 START_S, END_S = 480.0, 420.0
-LIMIT_MINUTES = 5
+LIMIT_MINUTES = 7
 """Of the job. Slurm signals 150 s before its end, or up to 60 s earlier."""
 STARTED_ON_RAY = """
 import runpy, sys, ray
@@ -184,6 +184,14 @@ def test_the_end_of_a_slurm_job_cuts_no_answer_off(tmp_path: Path) -> None:
 
         show = ["scontrol", "show", "job", job]
         try:
+            ready(f"http://{NODES[0]}:{http}", running_still)
+            log = tmp_path / f"moonpool-{job}-prefill-{NODES[1]}.log"
+            steps = told(["squeue", "--steps", "--noheader", "--format=%i %N", f"--job={job}"], variables)
+            [killed] = [step for step, node in map(str.split, steps.splitlines()) if node == NODES[1]]
+            told(["scancel", "--signal=KILL", killed], variables)
+            while log.read_text().count('{"event": "ready"') < 2:
+                assert running_still(), "a step that was killed has not started again"
+                time.sleep(0.5)
             ready(f"http://{NODES[0]}:{http}", running_still)
             assert streams_until_refused(f"http://{NODES[0]}:{http}") > 0
             end = time.monotonic() + START_S

@@ -16,13 +16,14 @@ from moonpool.base.checkpoint.gguf_tensors import gguf_index
 from moonpool.base.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.base.checkpoint.model_cards import card_sampling
 from moonpool.base.checkpoint.picture_rule import encoder_elements
-from moonpool.base.checkpoint.tensor_info import Quantization, TensorInfo
+from moonpool.base.checkpoint.tensor_info import TensorInfo
 from moonpool.base.checkpoint.weight_formats import PACKED_BYTES
 from moonpool.base.errors import CheckpointError, InvalidRequest, MoonpoolError, UnsupportedModel
 from moonpool.base.families import names_of
 from moonpool.base.families.spec import described_ways
 from moonpool.base.json_parts import parse_json
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
+from moonpool.base.quantization import Quantization
 
 _STEP_TOKENS = 512
 """Tokens of an engine's largest step, unless a flag says another number."""

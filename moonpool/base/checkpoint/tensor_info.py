@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Literal
 
-Quantization = Literal["auto", "file", "int8", "int4", "none"]
-"""Weights as an engine holds them: as the checkpoint has them ("auto": on a CPU; "file": anywhere), packed in 8 or 4
-bits, or dense."""
 _STORED_BYTES: Mapping[str, int] = {
     "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8,
 }  # fmt: skip

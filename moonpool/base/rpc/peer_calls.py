@@ -22,8 +22,8 @@ class CallLimits:
         connection_calls: of one connection, also those that the peer has reset and gRPC has not handed over yet. Beyond
             them gRPC refuses.
         handshake_s: seconds in which a new connection must have said what HTTP/2 and TLS begin with.
-        connections: open connections of a port; further ones are closed. None = half of the files that this process
-            may have open, so that a service keeps descriptors for its own files and connections.
+        connections: open connections of a port; further ones are closed. None = all ports of a server together have
+            half of the files that this process may have open: a service keeps descriptors for files and connections.
     """
 
     calls: int = 8192

@@ -152,11 +152,12 @@ async def serving(
     except ValueError as error:
         raise ConfigError("listen", str(error)) from error
     gate = None if security is None else security.gate
+    ports = 1 if security is None or not security.client_listen else 2  # gRPC bounds each by itself
     options = [
         *_OPTIONS,
         ("grpc.max_concurrent_streams", limits.connection_calls),
         ("grpc.server_handshake_timeout_ms", round(1e3 * limits.handshake_s)),
-        ("grpc.max_allowed_incoming_connections", limits.connections or max(1, open_files_limit() // 2)),
+        ("grpc.max_allowed_incoming_connections", limits.connections or max(1, open_files_limit() // (2 * ports))),
     ]
     peers = PeerCalls(limits)
     server = world.CURRENT.get().network.server([ErrorInterceptor(peers, gate)], options)

@@ -382,9 +382,11 @@ class DecodeServicer(PoolServicer):
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
-        incoming = await instance.request_reader.read(request.sequence, conductor_identity(request.conductor))
-        if request.computes_prompt:
-            incoming = await instance.with_rows(incoming, request.sequence)
+        caller, with_rows = (
+            conductor_identity(request.conductor),
+            instance.with_rows if request.computes_prompt else None,
+        )
+        incoming = await instance.request_reader.read(request.sequence, caller, with_rows)
         async with instance.loras.using(request.sequence.lora):
             instance.check_open()  # the work before may have taken a while
             left_s = context.time_remaining()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.formats import tensor_index
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError
+from moonpool.base.quantization import Quantization
 from moonpool.engine.kernels.memory import LARGE_PAGE, mapped
 from moonpool.engine.models.tensor_files import joined, stored_tensors
 from moonpool.engine.models.tensors import Stored

@@ -64,9 +64,8 @@ class PrefillInstance(RoleService):
             InvalidRequest: the request is wrong.
             Overloaded: there is no room for the request's LoRA adapter.
         """
-        incoming = await self.request_reader.read(request.sequence)
+        incoming = await self.request_reader.read(request.sequence, with_rows=self.with_rows)
         check_prefill(request, incoming)
-        incoming = await self.with_rows(incoming, request.sequence)
         async with self.loras.using(request.sequence.lora):
             taken = LivePrefill(next(self._numbers), incoming, request)
             taken.forgotten = self.deletions.matching(incoming.spec.keys, incoming.spec.tenant)

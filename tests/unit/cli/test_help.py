@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,11 @@ def test_a_file_that_cannot_be_read_is_named(
     done = CliRunner().invoke(app, [word.replace("FILE", str(file)) for word in verb], input="text")
     assert isinstance(done.exception, InvalidRequest)
     assert done.exception.field == option
+
+
+def test_a_verb_that_reads_no_model_imports_nothing_heavy() -> None:
+    """`moonpool health` runs every few seconds in a container."""
+    heavy = ["moonpool.base.checkpoint", "numpy", "torch", "structlog", "grpc"]
+    code = f"import sys, moonpool.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -33,6 +33,8 @@ from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_engine import start_processes
 
 BLOCK, BATCH = 64, 64
+START_S = 240.0
+"""A start of a new interpreter, which imports all, beside much else on the machine."""
 SAMPLED = SampleSpec(SamplingParams(temperature=0.8, top_p=0.9, top_k=50, logprobs=5, repetition_penalty=1.1))
 
 
@@ -59,12 +61,13 @@ def largest_steps(longest: int) -> list[tuple[SequenceStep, ...]]:
     ]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("launcher", [execute, pytest.param(start_worker, marks=pytest.mark.slow)])
 async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str, launcher: Launcher) -> None:
     config = load_config(checkpoint)
     layout = kv_layout(config, "float32", BLOCK, kv_dtype)
-    async with start_processes(spec(checkpoint, layout=layout), start_timeout_s=90, launcher=launcher) as engine:
+    async with start_processes(spec(checkpoint, layout=layout), start_timeout_s=START_S, launcher=launcher) as engine:
         assert isinstance(engine, ProcessEngine)
         [pid], footprint = engine.pids, engine.footprints[0]
         ready, sizes = resident_bytes(pid), []
@@ -89,6 +92,7 @@ def mapped_weights(pid: int) -> set[tuple[str, ...]]:
     return {tuple(line.split()[3:]) for line in lines if line.endswith(".weights")}
 
 
+@pytest.mark.timeout(300)
 async def test_engines_of_a_host_map_the_same_pages(checkpoint: Path, tmp_path: Path) -> None:
     """Weights of two engines are pages of one file; an engine with a head in bytes has a second file for them."""
     if library.get() is None:
@@ -97,7 +101,7 @@ async def test_engines_of_a_host_map_the_same_pages(checkpoint: Path, tmp_path: 
     async with AsyncExitStack() as stack:
         mapped = []
         for each in (plain, plain, replace(plain, int8_head=True)):
-            engine = await stack.enter_async_context(start_processes(each, start_timeout_s=90))
+            engine = await stack.enter_async_context(start_processes(each, start_timeout_s=START_S))
             assert isinstance(engine, ProcessEngine)
             mapped.append(mapped_weights(engine.pids[0]))
     assert len(mapped[0]) == 1

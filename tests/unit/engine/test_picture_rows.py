@@ -165,7 +165,7 @@ async def test_rows_that_no_store_takes_cost_nothing_else(monkeypatch: pytest.Mo
     async with rig(dram_bytes=DRAM, picture_share=0) as store:
         async with instance(store) as writer:
             await writer.encodes(picture(1))
-            await writer.encodes(picture(2))  # a store that refused is left alone for a while
+            await writer.encodes(picture(2))
             assert (writer.stores.stored_pictures, writer.stores.dropped_pictures) == (0, 2)
         async with instance(store, address="127.0.0.1:1") as writer:
             assert await writer.reads(picture(1)) is None
@@ -176,6 +176,13 @@ async def test_rows_that_no_store_takes_cost_nothing_else(monkeypatch: pytest.Mo
             await writer.encodes(picture(3))
             assert writer.stores.dropped_pictures == 1
         await store.at_rest()
+
+
+async def test_a_picture_that_is_too_large_for_a_store_keeps_no_other_from_it() -> None:
+    async with rig(dram_bytes=DRAM) as store, instance(store) as writer:
+        await writer.encodes(picture(1), rows=bytes(DRAM // 8))
+        await writer.encodes(picture(2))
+        assert (writer.stores.stored_pictures, writer.stores.dropped_pictures) == (1, 1)
 
 
 async def test_what_is_in_the_engines_memory_is_not_read_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

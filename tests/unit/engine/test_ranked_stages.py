@@ -10,8 +10,8 @@ import torch
 
 from moonpool.base.checkpoint import load_config
 from moonpool.base.checkpoint.lora import read_adapter
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.kv.keys import slice_hash
+from moonpool.base.quantization import Quantization
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.messages import LoadLora, LoraAnswer, StageDone

@@ -1,12 +1,16 @@
 """Requests that are read beside the loop."""
 
 import asyncio
+from array import array
 
 import pytest
 
-from moonpool.base.errors import InvalidRequest, Overloaded
+from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.steps import SequenceSampling
 from moonpool.base.transport.async_utils import ThreadOffload
-from moonpool.engine.request import MAX_PENDING_READS, RequestReader
+from moonpool.engine.request import MAX_PENDING_READS, IncomingRequest, RequestReader
 from moonpool.v1 import kv_pb2
 from tests.unit.fakes.beside import Held
 
@@ -47,3 +51,28 @@ async def test_only_so_many_wait_to_be_read() -> None:
     threads.release()
     failures = await asyncio.gather(*reading, return_exceptions=True)
     assert all(isinstance(failure, InvalidRequest) for failure in failures)
+
+
+async def test_a_request_is_cancelled_while_rows_of_its_pictures_are_read() -> None:
+    """A kvstore may take a second for them."""
+    came, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def with_rows(incoming: IncomingRequest, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
+        came.set()
+        await goes_on.wait()
+        return incoming
+
+    def read(spec: kv_pb2.SequenceSpec) -> IncomingRequest:
+        tokens, sampling = array("i", [1]), SequenceSampling(1)
+        return IncomingRequest(spec.request_id, tokens, BlockKey(bytes(32)), sampling, EngineRequest((), 1, 1))
+
+    async with asyncio.timeout(30):
+        intake = RequestReader(read, ThreadOffload(Held(on=False), least_tokens=1))
+        reading = asyncio.ensure_future(intake.read(asked("a", 1), "conductor", with_rows))
+        await came.wait()
+        assert not intake.cancel("a", "another")
+        assert intake.cancel("a", "conductor")
+        goes_on.set()
+        with pytest.raises(Unavailable, match="cancelled"):
+            await reading
+        assert not intake.cancel("a", "conductor")

@@ -7,14 +7,20 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from moonpool.base.config import parse_address
 from moonpool.base.errors import Unavailable
+from moonpool.base.rpc import server
 from moonpool.base.rpc.channels import probe
 from moonpool.base.rpc.peer_calls import CallLimits
+from moonpool.base.rpc.roles import RoleGate
 from moonpool.base.rpc.server import serving
+from moonpool.base.rpc.tls import Security
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from tests.unit.base.rpc.certificates import tls
 
 DEADLINE_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -125,6 +131,23 @@ async def test_connections_beyond_the_bound_are_closed_and_make_room_when_others
                 with suppress(Unavailable):
                     await probe(running.address, DEADLINE_S)
                     break
+
+
+async def test_two_ports_share_half_of_the_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections at both leave the other half, also while nobody has shown a certificate."""
+    monkeypatch.setattr(server, "open_files_limit", lambda: 8)
+    security = Security(tls(tmp_path, "kvstore"), RoleGate(), "127.0.0.1:0")
+    limits = CallLimits(handshake_s=600)
+    async with serving("127.0.0.1:0", [], grace_s=0, limits=limits, security=security) as running:
+        clients_port = parse_address(running.client_address)[1]
+        for port in (running.port, clients_port):
+            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            async with asyncio.timeout(DEADLINE_S):
+                with suppress(ConnectionError):
+                    assert await opened[2][0].read(1) == b""
+            assert not any(reader.at_eof() for reader, _ in opened[:2])
+            for _, writer in opened:
+                writer.close()
 
 
 @pytest.mark.parametrize("said", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint import ModelConfig, kv_layout, load_config
-from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.quantization import Quantization
 from moonpool.engine.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel

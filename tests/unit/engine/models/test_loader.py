@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moonpool.base.checkpoint import Tokenizer, inspect_checkpoint, load_config, weights_fingerprint
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError, ConfigError, UnsupportedModel
+from moonpool.base.quantization import Quantization
 from moonpool.engine.models.loader import load_stage, torch_dtype
 from moonpool.engine.models.random_checkpoint import SHAPES, create
 from moonpool.engine.models.tensor_reader import KeptWeights

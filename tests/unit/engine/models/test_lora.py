@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.checkpoint.lora import read_adapter
-from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError, UnsupportedModel
+from moonpool.base.quantization import Quantization
 from moonpool.engine.models.batch import BatchLoras, PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.lora import StageLora, load_lora

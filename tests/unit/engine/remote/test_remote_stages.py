@@ -97,7 +97,7 @@ async def test_several_hosts_and_ranks(checkpoint: Path, stages: int, hosts: int
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 async def test_a_prompt_of_64k_tokens_is_that_of_one_process(tmp_path: Path) -> None:
     """In 16 steps, as many in flight as may be; its tokens' KV lies in 4,096 blocks."""
     tokens, chunk = [7 + number * number % 200 for number in range(65_536)], 4096
