@@ -16,6 +16,7 @@ from moonpool.base.checkpoint.tensor_info import TensorInfo
 from moonpool.base.errors import CheckpointError
 from moonpool.engine.models.tensor_files import GgufTensors
 
+_NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _GGUF_NAMES = (
     ("vision_model.", "v."),
     ("vision_tower.", "v."),
@@ -94,7 +95,7 @@ def fill(path: Path, parts: Mapping[str, nn.Module], stacked: Sequence[int]) -> 
     `stacked`: layers of the encoder behind which further rows are made (DeepStack).
 
     Raises:
-        CheckpointError: a tensor is missing, or has another shape.
+        CheckpointError: a tensor is missing, quantised, or has another shape.
     """
     weights = {f"{part}.{name}": weight for part, module in parts.items() for name, weight in module.named_parameters()}
     with torch.no_grad():
@@ -111,11 +112,20 @@ def _fill_from_folder(path: Path, missing: dict[str, nn.Parameter]) -> None:
                 for stored in tensors.keys():  # noqa: SIM118 - not a mapping
                     weight = missing.pop(stored.removeprefix("model."), None)
                     if weight is not None:
-                        weight.copy_(tensors.get_tensor(stored))
+                        weight.copy_(_checked(stored, tensors.get_tensor(stored), weight))
         except Exception as error:  # safetensors raises its own bare errors
             raise CheckpointError(f"{file}: the encoder of pictures cannot be read: {error}") from None
     if missing:
         raise CheckpointError(f"{path}: tensor {min(missing)} of the encoder of pictures is missing")
+
+
+def _checked(name: str, found: Tensor, weight: Tensor) -> Tensor:
+    """Return a tensor that can be copied: codes would become numbers, and a single number all of them."""
+    if found.dtype not in _NUMBERS:
+        raise ValueError(f"tensor {name} is quantised ({str(found.dtype).removeprefix('torch.')})")
+    if found.numel() != weight.numel():
+        raise ValueError(f"tensor {name} has shape {list(found.shape)}, the encoder takes {list(weight.shape)}")
+    return found
 
 
 def _fill_from_gguf(file: GgufFile, weights: Mapping[str, Tensor], stacked: Sequence[int]) -> None:

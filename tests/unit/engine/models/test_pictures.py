@@ -2,7 +2,7 @@
 
 import shutil
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -230,6 +230,27 @@ def test_a_folder_without_the_encoders_weights_is_refused_by_name(folder: Path, 
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"tensor {left_out.removeprefix('model.')} of the encoder"):
         load_encoder(tmp_path / "model", torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), r"is quantised \(float8_e4m3fn\)"),
+        (lambda tensor: tensor.to(torch.int8), r"is quantised \(int8\)"),
+        (lambda tensor: tensor[:1].clone(), r"has shape \[1, \d+\], the encoder takes"),
+    ],
+)
+def test_weights_that_would_be_other_numbers_are_refused_by_name(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], why: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = add_weights(picture_model(tmp_path))
+    tensors = load_file(folder / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith("modality_projection.proj.weight")]
+    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {name} {why}"):
+        load_encoder(folder, torch.float32, torch.device("cpu"))
 
 
 def test_a_model_without_pictures_has_no_encoder(tmp_path: Path) -> None:
