@@ -12,7 +12,7 @@ import pytest
 from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.gateway import http_connection
+from moonpool.gateway import http_connection, http_server
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, MODEL_TOKENS, TURNS, Answers, answering
@@ -239,7 +239,7 @@ async def test_a_client_that_has_only_finished_sending_is_answered_after_a_while
     """However often it is looked whether the client is gone."""
     monkeypatch.setattr(http_connection, "PROBE_S", (0.0,))
     holding = HeldUntil(answer())
-    async with serving(AsyncClient(transport=holding), read_timeout_s=0.1) as (_, port):
+    async with serving(AsyncClient(transport=holding)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST)
         writer.write_eof()
@@ -254,8 +254,9 @@ async def test_a_client_that_has_only_finished_sending_is_answered_after_a_while
 
 async def test_a_client_that_leaves_later_ends_its_request_with_the_next_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "PROBE_S", ())
+    monkeypatch.setattr(http_server, "SWEEP_S", 0.01)
     holding = Holding([])
-    async with serving(AsyncClient(transport=holding), read_timeout_s=0.1) as (_, port):
+    async with serving(AsyncClient(transport=holding)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST)
         writer.write_eof()
