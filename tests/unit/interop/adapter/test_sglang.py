@@ -32,7 +32,8 @@ async def cluster(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
                 fake_sglang(folder, name, running.checkpoint.config.vocab_size)
             )
             await running.exit.enter_async_context(adapter(engine.url, running.address, name, kind="sglang"))
-            await running.until(lambda instance=f"{name}-decode": running.cluster.find(instance) is not None)  # type: ignore[misc]
+            both = (f"{name}-prefill", f"{name}-decode")
+            await running.until(lambda both=both: all(map(running.cluster.find, both)))  # type: ignore[misc]
             engine.requests.clear()
             engine.hits.clear()
             engines.append(engine)
