@@ -418,28 +418,38 @@ def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> N
     assert len(answers[0]) == len(PROMPT) + 5
 
 
-def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> None:
+@contextmanager
+def later_stage(checkpoint: Path) -> Iterator[tuple[StageModel, StagedDevice, TieredKVMemory]]:
+    """The second of two stages, with its device and KV."""
     config = load_config(checkpoint)
     layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
     pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
     later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
     callbacks = CallbackThread(nothing_fails, device.enter_thread)
     memory = TieredKVMemory(pool.parts[1], device, callbacks)
-    graphs = DecodeGraphs(device, later, memory, GraphCache(SIZE, most_rows=4), SIZE)
-    graphs.capture(device.compute, lambda what: None)
-    shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
-    batch = PackedBatch.build([(share.token_ids, share.start, share.block_table) for share in shares], SIZE)
-    hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(2))
-    shape = graphs.shape(Step(1, tuple(shares)), batch)
-    assert shape is not None
-    with torch.inference_mode():
-        eager = later.run(hidden.clone(), batch, memory.kv, first, layout.layers)[1]
-    for _ in range(2):
-        assert torch.equal(graphs.run(shape, batch, hidden.clone()), eager)
-    memory.close()
-    callbacks.close()
-    device.close()
-    pool.close()
+    try:
+        yield later, device, memory
+    finally:
+        memory.close()
+        callbacks.close()
+        device.close()
+        pool.close()
+
+
+def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> None:
+    with later_stage(checkpoint) as (later, device, memory):
+        config, first = later.config, later.config.num_layers // 2
+        graphs = DecodeGraphs(device, later, memory, GraphCache(SIZE, most_rows=4), SIZE)
+        graphs.capture(device.compute, lambda what: None)
+        shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
+        batch = PackedBatch.build([(share.token_ids, share.start, share.block_table) for share in shares], SIZE)
+        hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(2))
+        shape = graphs.shape(Step(1, tuple(shares)), batch)
+        assert shape is not None
+        with torch.inference_mode():
+            eager = later.run(hidden.clone(), batch, memory.kv, first, config.num_layers)[1]
+        for _ in range(2):
+            assert torch.equal(graphs.run(shape, batch, hidden.clone()), eager)
 
 
 class Interrupted(CpuStream):

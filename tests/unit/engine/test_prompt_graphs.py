@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.base.checkpoint import kv_layout, load_config
-from moonpool.base.kv.pool import KVPool
+from moonpool.base.checkpoint import load_config
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.platforms.base import CapturedGraph
-from moonpool.engine.platforms.callback_thread import CallbackThread
-from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import MAX_LAYER_GRAPHS, ChunkShape, PromptGraphs, prompt_shapes
-from tests.unit.engine.test_devices import BLOCKS, FEW, GREEDY, SIZE, ids, nothing_fails, rig
+from tests.unit.engine.test_devices import BLOCKS, FEW, GREEDY, SIZE, ids, later_stage, rig
 from tests.unit.engine.test_steps_ahead import Counted
 
 LONGEST = BLOCKS * SIZE
@@ -167,26 +164,18 @@ def test_what_has_no_room_is_named_and_the_rest_stays(model: StageModel) -> None
 
 
 def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> None:
-    config = load_config(checkpoint)
-    layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
-    pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
-    later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
-    callbacks = CallbackThread(nothing_fails, device.enter_thread)
-    memory = TieredKVMemory(pool.parts[1], device, callbacks)
-    graphs = PromptGraphs(device, later, memory, LONGEST, 64)
-    graphs.capture(device.compute, lambda what: None)
-    given = batch((20, 0), (1, 0))
-    hidden = torch.randn(21, config.hidden_size, generator=torch.Generator().manual_seed(2))
-    shape = graphs.shape(given)
-    assert shape is not None
-    with torch.inference_mode():
-        eager = later.run(hidden.clone(), given, memory.kv, first, layout.layers)[1]
-        for _ in range(2):
-            graphs.begin(shape, given, hidden)
-            for layer in range(first, layout.layers):
-                graphs.run(shape, layer)
-            assert torch.equal(graphs.states(21), eager)
-    memory.close()
-    callbacks.close()
-    device.close()
-    pool.close()
+    with later_stage(checkpoint) as (later, device, memory):
+        config, first = later.config, later.config.num_layers // 2
+        graphs = PromptGraphs(device, later, memory, LONGEST, 64)
+        graphs.capture(device.compute, lambda what: None)
+        given = batch((20, 0), (1, 0))
+        hidden = torch.randn(21, config.hidden_size, generator=torch.Generator().manual_seed(2))
+        shape = graphs.shape(given)
+        assert shape is not None
+        with torch.inference_mode():
+            eager = later.run(hidden.clone(), given, memory.kv, first, config.num_layers)[1]
+            for _ in range(2):
+                graphs.begin(shape, given, hidden)
+                for layer in range(first, config.num_layers):
+                    graphs.run(shape, layer)
+                assert torch.equal(graphs.states(21), eager)
