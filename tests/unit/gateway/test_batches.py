@@ -29,6 +29,7 @@ from moonpool.gateway.batches import store
 from moonpool.gateway.batches.in_process import InProcessResponse
 from moonpool.gateway.batches.lines import PIECE_BYTES, InputFile
 from moonpool.gateway.batches.store import BatchStore, Status, StoredBatch, StoredLine
+from moonpool.gateway.serving import cluster_state
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import ready, settings
@@ -45,6 +46,7 @@ async def gateway(
     monkeypatch.setattr(service, "AsyncClient", lambda *_, **__: fake.async_client())
     monkeypatch.setattr(running, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(running, "LOOK_S", 0.001)
+    monkeypatch.setattr(cluster_state, "MAX_AGE_S", -1.0)  # a test's change of the queue holds at once
     config = settings(batch_dir=folder, **changes)
     async with service.application(config, Tokenizer.load(model_dir()), PrometheusMetrics("gateway")) as (app, _):
         transport = httpx2.ASGITransport(app)
