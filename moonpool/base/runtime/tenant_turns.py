@@ -164,11 +164,12 @@ class _OwnPlaces:
         self._since += 1
         if self._since > MEASURED_AGAIN:
             self._number, self._since, self._seconds = float(self._least), -self.turns.taken, []
-        elif self._since > 0 and len(self._seconds) < UNHURRIED:
-            self._seconds.append(seconds)
         elif self._since > 0:  # else the work began beside more
-            is_usual = seconds <= LONGER * sum(self._seconds) / UNHURRIED
-            self._number = min(max(self._number + (0.5 if is_usual else -0.5), self._least), self._most)
+            if len(self._seconds) < UNHURRIED:
+                self._seconds.append(seconds)
+            else:
+                is_usual = seconds <= LONGER * sum(self._seconds) / UNHURRIED
+                self._number = min(max(self._number + (0.5 if is_usual else -0.5), self._least), self._most)
         self.turns.resize(int(self._number))
 
 
