@@ -121,17 +121,10 @@ class MemorySocket:
 
         def arrive(data: bytes) -> None:
             found = self.network.listeners.get(address)
-            refused = found is None or found._accepts is None
-            if found is not None and found._accepts is not None and not self.closed:
-                other = MemorySocket(self.network, found.node)
-                self.network.sockets[other] = None
-                other.address, other.other, self.other = address, self, other
-                found._accepts.append(other)
-                if found._waiting is not None and not found._waiting.done():
-                    found._waiting.set_result(None)
+            taken = found is not None and found.take_in(self, address)
             self.network.carry(
                 (str(address), str(self.address)), (here.name, self.node.name), "connected", b"",
-                lambda _: done(_refused(address) if refused else None),
+                lambda _: done(None if taken else _refused(address)),
             )  # fmt: skip
 
         self.network.carry((str(self.address), str(address)), (self.node.name, here.name), "connect", b"", arrive)
@@ -142,13 +135,27 @@ class MemorySocket:
         protocol = factory()
         self._transport = MemoryTransport(self, protocol)
         protocol.connection_made(self._transport)
-        self._wake()
+        self.wake()
         return self._transport, protocol
 
     @property
     def peername(self) -> Address:
         assert self.other is not None, "connected"
         return self.other.address
+
+    def take_in(self, caller: MemorySocket, address: Address) -> bool:
+        """Connect a caller; return False if this socket does not listen."""
+        if self._accepts is None:
+            return False
+        if caller.closed:  # it has given up
+            return True
+        other = MemorySocket(self.network, self.node)
+        self.network.sockets[other] = None
+        other.address, other.other, caller.other = address, caller, other
+        self._accepts.append(other)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+        return True
 
     # --- the connection --------------------------------------------------------------------------------------------
 
@@ -165,7 +172,7 @@ class MemorySocket:
             self._carry(self.other.end, b"", "reset")
         elif not self._ended:
             self._received += data
-            self._wake()
+            self.wake()
 
     def end(self, data: bytes, how: End) -> None:
         """The other end has closed, or the connection is reset: then what was not read is lost."""
@@ -174,18 +181,24 @@ class MemorySocket:
         self._ended = how
         if how == "reset":
             self._received.clear()
-        self._wake()
+        self.wake()
 
     def take(self) -> tuple[bytes, End]:
         """Return what has come, for the process; and the end, once there is nothing before it."""
         data = bytes(self._received)
         self._received.clear()
         self.held -= len(data)
-        if self.other is not None and self.other._transport is not None:
-            self.other._transport.has_room()
+        if self.other is not None:
+            self.other.has_room()
         return data, self._ended
 
-    def _wake(self) -> None:
+    def has_room(self) -> None:
+        """The other end has read something."""
+        if self._transport is not None:
+            self._transport.has_room()
+
+    def wake(self) -> None:
+        """Let the process read what has come, if something has."""
         if self._transport is not None and (self._received or self._ended):
             self._transport.wake()
 
@@ -273,7 +286,7 @@ class MemoryTransport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._reading = True
-        self._sock._wake()
+        self._sock.wake()
 
     def is_closing(self) -> bool:
         return self._closing
