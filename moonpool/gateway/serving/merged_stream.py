@@ -47,7 +47,7 @@ class MergedStream:
         self._coming = enumerate(streams)  # of which each task takes the next
         self._number = number
         self._streams: list[AsyncTokenStream] = []
-        self._running: set[AsyncTokenStream] = set()
+        self._running: dict[int, AsyncTokenStream] = {}  # by index
         self._ended_prompt_tokens = 0
         self._begun, self._tenant = begun, tenant
         self._choices_each = choices_each
@@ -69,7 +69,7 @@ class MergedStream:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of the requests that are placed."""
-        return self._ended_prompt_tokens + sum(stream.prompt_tokens for stream in self._running)
+        return self._ended_prompt_tokens + sum(stream.prompt_tokens for stream in self._running.values())
 
     async def __aenter__(self) -> Self:
         at_once = min(self._number, MAX_RUNNING_PROMPTS)
@@ -105,9 +105,9 @@ class MergedStream:
         try:
             for index, stream in self._coming:
                 self._streams.append(stream)
-                self._running.add(stream)
+                self._running[index] = stream
                 await self._forward(index, stream)
-                self._running.remove(stream)
+                del self._running[index]
                 self._ended_prompt_tokens += stream.prompt_tokens
             await self._events.put(None)
         except Exception as error:
