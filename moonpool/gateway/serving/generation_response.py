@@ -7,7 +7,7 @@ all the client's requests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import MoonpoolError, Unavailable
-from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.logprobs import LogprobRows, PromptLogprobRows, TokenLogprobs
 from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces, TenantTurns
 from moonpool.base.telemetry.spans import CURRENT, OpenSpan
 from moonpool.client import (
@@ -50,7 +50,7 @@ class AnswerTurns:
     Attributes:
         threads: write many log probabilities.
         memory: has those of answers that are sent whole.
-        begun: places of lists' prompts that have no token yet.
+        begun: places of lists' prompts that have no token yet, fewer beside other tenants' requests.
         writing: writes few log probabilities, between other answers' tokens.
     """
 
@@ -108,6 +108,7 @@ class GenerationResponse:
                 f"generate {job.model_name}", job.traceparent, starts=True, **job.span_attributes()
             ) as span,
             self._metrics.request(job.asked_for()) as request_metrics,
+            self._turns.begun.present(self._tenant),
         ):
             self._span = span
             traceparent.set(span.traceparent or job.traceparent)  # in the context of this task only
@@ -256,9 +257,9 @@ class GenerationResponse:
         self._formatter.start(tokens.request_id, emulated=placement is not None and placement.emulated)
 
 
-def num_scores(*logprobs: Iterable[TokenLogprobs | None]) -> int:
+def num_scores(*logprobs: Sequence[TokenLogprobs | None]) -> int:
     """Log probabilities of tokens, and of the likely tokens beside each."""
-    return sum(1 + len(token.top) for tokens in logprobs for token in tokens if token is not None)
+    return sum(rows.scores for rows in logprobs if isinstance(rows, LogprobRows | PromptLogprobRows))
 
 
 def _completed_result(tokens: AsyncTokenStream | MergedStream) -> GenerateResult:
