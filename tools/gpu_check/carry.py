@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WHEELS = (
     *("annotated-types", "blake3", "cffi", "cryptography", "gguf", "grpcio", "grpcio-health-checking"),
-    *("grpcio-reflection", "llguidance", "lmdb", "nh3", "protobuf", "pycparser", "pydantic", "pydantic-core"),
-    *("pydantic-settings", "pytest-asyncio", "python-dotenv", "starlette", "structlog", "typing-extensions"),
-    *("typing-inspection", "uvicorn"),
+    *("grpcio-reflection", "httptools", "llguidance", "lmdb", "math-core", "msgspec", "nh3", "protobuf", "pycparser"),
+    *("pydantic", "pydantic-core", "pydantic-settings", "pytest-asyncio", "python-dotenv", "python-multipart"),
+    *("setproctitle", "starlette", "structlog", "typing-extensions", "typing-inspection", "uvicorn"),
 )
 """Distributions that are carried. Their dependencies are named here too: nothing else is fetched."""
 PYTHON = "3.12"

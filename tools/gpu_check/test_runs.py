@@ -86,6 +86,9 @@ class _Running:
         skipped = [case for case in cases if case.find("skipped") is not None]
         passed = len({_title(case) for case in cases}) - len(failed) - len(skipped)
         figures[f"{name}: passed"] = passed
+        figures.update(
+            {told.get("name", ""): told.get("value", "") for case in cases for told in case.iter("property")}
+        )
         if skipped:
             reasons = sorted({case.find("skipped").get("message", "") for case in skipped})  # type: ignore[union-attr]
             figures[f"{name}: {len(skipped)} not run"] = f"skipped: {'; '.join(reasons)}"

@@ -7,9 +7,9 @@ tenant with many requests waits for its own. Work whose client leaves before its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TypeVar
 
@@ -21,9 +21,15 @@ LEAST_COST_S = 1e-4
 """What a turn on a thread costs at least, in seconds: handing work over takes time, too."""
 CREDIT_S = 0.02
 """Seconds of work by which a tenant that was away may be behind the others."""
-UNHURRIED, MEASURED_AGAIN, LONGER = 8, 1024, 1.5
+UNHURRIED, MEASURED_AGAIN = 8, 1024
 """Of `TenantPlaces`: works that show how long a work takes with the least places; works after which it is measured
-again; and how much longer works may take with more places."""
+again."""
+LONGER, LONGER_BESIDE = 1.5, 1.1
+"""How much longer works may take with more places; beside other tenants."""
+LEAST_BESIDE = 1
+"""The least places of a tenant beside other tenants."""
+LINGER_S = 1.0
+"""Seconds for which a tenant counts as there after the end of its last request: its next one may follow."""
 
 
 class Turns:
@@ -102,30 +108,58 @@ class TenantPlaces:
     """Places of each tenant's own: a tenant's further works wait, and no other tenant's.
 
     More works at once than the services can do only queue up there, before other tenants' works. So a tenant begins
-    with few places. They become more as long as works do not take much longer than with few.
+    with few places. They become more as long as works do not take much longer than with few. Beside other tenants'
+    requests a tenant begins with one place, and works may take hardly longer: the others' requests find the services
+    with few works to do, not busy without end.
 
     Args:
-        least: places of each tenant at first, and at least.
+        least: places of each tenant at first, and at least, while no other tenant has requests.
         most: places of a tenant at most.
     """
 
     def __init__(self, least: int, most: int) -> None:
         self._bounds = least, most
         self._tenants: dict[str, _OwnPlaces] = {}
+        self._requests: dict[str, int] = {}  # those of each tenant that is there
+        self._left: dict[str, float] = {}  # tenants that are not, and when their last request ended; oldest first
 
     def __len__(self) -> int:
         """Tenants that hold places."""
         return len(self._tenants)
+
+    @contextmanager
+    def present(self, tenant: str) -> Iterator[None]:
+        """Count one of a tenant's requests, with places or without, until the body ends."""
+        self._requests[tenant] = self._requests.get(tenant, 0) + 1
+        self._left.pop(tenant, None)
+        for other, places in self._tenants.items():
+            places.set_beside(self._others_than(other))
+        try:
+            yield
+        finally:
+            self._requests[tenant] -= 1
+            if not self._requests[tenant]:
+                del self._requests[tenant]
+                self._left[tenant] = world.monotonic()
+
+    def _others_than(self, tenant: str) -> bool:
+        """Return whether another tenant has requests, or had some a moment ago."""
+        now = world.monotonic()
+        while self._left and now - next(iter(self._left.values())) > LINGER_S:
+            del self._left[next(iter(self._left))]
+        return any(len(there) > (tenant in there) for there in (self._requests, self._left))
 
     async def take(self, tenant: str, rank: float) -> TakenPlace:
         """Wait for a place. `rank` is the order among the tenant's works, least first."""
         places = self._tenants.get(tenant)
         if places is None:
             places = self._tenants[tenant] = _OwnPlaces(*self._bounds)
+        places.set_beside(self._others_than(tenant))
         await places.turns.begin(tenant, rank)
         began = world.monotonic()
 
         def give_back(seconds: float | None) -> None:
+            places.set_beside(self._others_than(tenant))
             if seconds is not None:
                 places.measured(seconds)
             places.turns.end(tenant, 0.0)
@@ -153,23 +187,36 @@ class _OwnPlaces:
     """The places of one tenant, and how long works take."""
 
     def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
+        self._least_alone, self._most = least, most
+        self._least, self._longer = least, LONGER
         self._number = float(least)
         self.turns = Turns(least)
         self._seconds: list[float] = []  # of works with the least places
         self._since = 0  # works since these
 
+    def set_beside(self, beside: bool) -> None:
+        """Have the places that a tenant has beside other tenants, or alone."""
+        least, longer = (LEAST_BESIDE, LONGER_BESIDE) if beside else (self._least_alone, LONGER)
+        if least != self._least:
+            self._least, self._longer = least, longer
+            self._measure()
+            self.turns.resize(least)
+
     def measured(self, seconds: float) -> None:
         """A work took so long: have more places, or fewer."""
         self._since += 1
         if self._since > MEASURED_AGAIN:
-            self._number, self._since, self._seconds = float(self._least), -self.turns.taken, []
+            self._measure()
         elif self._since > 0 and len(self._seconds) < UNHURRIED:
             self._seconds.append(seconds)
         elif self._since > 0:  # else the work began beside more
-            is_usual = seconds <= LONGER * sum(self._seconds) / UNHURRIED
+            is_usual = seconds <= self._longer * sum(self._seconds) / UNHURRIED
             self._number = min(max(self._number + (0.5 if is_usual else -0.5), self._least), self._most)
         self.turns.resize(int(self._number))
+
+    def _measure(self) -> None:
+        """Have the least places, and measure how long works take then."""
+        self._number, self._since, self._seconds = float(self._least), -self.turns.taken, []
 
 
 class TenantTurns:

@@ -50,7 +50,7 @@ class AnswerTurns:
     Attributes:
         threads: write many log probabilities.
         memory: has those of answers that are sent whole.
-        begun: places of lists' prompts that have no token yet.
+        begun: places of lists' prompts that have no token yet, fewer beside other tenants' requests.
         writing: writes few log probabilities, between other answers' tokens.
     """
 
@@ -108,6 +108,7 @@ class GenerationResponse:
                 f"generate {job.model_name}", job.traceparent, starts=True, **job.span_attributes()
             ) as span,
             self._metrics.request(job.asked_for()) as request_metrics,
+            self._turns.begun.present(self._tenant),
         ):
             self._span = span
             traceparent.set(span.traceparent or job.traceparent)  # in the context of this task only

@@ -64,6 +64,7 @@ class Rig:
         seen: what they held, by step and layer.
         loading: blocks that come layer by layer, before the gates open.
         aborting: steps are given up after their first layer.
+        not_captured: why there is no graph of decode steps, and none of prompts' layers; empty = there are.
     """
 
     model: StageModel
@@ -75,6 +76,7 @@ class Rig:
     seen: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     loading: dict[int, Slices] = field(default_factory=dict)
     aborting: bool = False
+    not_captured: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
         self.runner = StageRunner(0, self.model, self.place, NoLinks(), self.gates, self._emit, 5.0)
@@ -186,6 +188,7 @@ def rig(
         tested.runner.graphs.capture(device.compute, lambda what: None)
         tested.runner.prompt_graphs = PromptGraphs(device, model, place.memory, BLOCKS * SIZE, 64)
         tested.runner.prompt_graphs.capture(device.compute, lambda what: None)
+        tested.not_captured = cache.stopped, tested.runner.prompt_graphs.not_captured
     yield tested
     tested.runner.close()
     pool.close()

@@ -2,13 +2,15 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from moonpool.base.errors import Overloaded
-from moonpool.base.runtime.tenant_turns import TenantPlaces
+from moonpool.base.rpc.api_keys import hash_key
+from moonpool.base.runtime.tenant_turns import LEAST_BESIDE, TenantPlaces
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import GenerateCall
@@ -84,17 +86,18 @@ async def test_leaving_cancels_all() -> None:
 class Unanswered(Holding):
     """A transport whose requests never get a token."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int) -> None:
         super().__init__([])
-        self.asked, self.begun = 0, asyncio.Event()
+        self.asked, self.expected, self.begun = 0, expected, asyncio.Event()
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         self.asked += 1
-        if self.asked == MIN_BEGUN_PROMPTS:
+        if self.asked == self.expected:
             self.begun.set()
         return HeldCall(answer()[:1])
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -104,21 +107,33 @@ class Unanswered(Holding):
         ("/rerank", {"query": "x", "documents": [str(number) for number in range(50)]}),
     ],
 )
-async def test_few_of_a_list_begin_before_the_first_tokens_come(path: str, body: dict[str, Any]) -> None:
-    """However many lists a tenant sends."""
-    transport = Unanswered()
+async def test_few_of_a_list_begin_before_the_first_tokens_come(
+    path: str, body: dict[str, Any], beside: bool, tmp_path: Path
+) -> None:
+    """However many lists a tenant sends; beside another tenant's request one."""
+    (tmp_path / "keys").write_text("".join(f"sha256:{hash_key(tenant)} {tenant}\n" for tenant in ("ann", "calm")))
+    expected = 1 + LEAST_BESIDE if beside else MIN_BEGUN_PROMPTS
+    transport = Unanswered(expected)
     with ThreadPoolExecutor(1) as threads:
-        app = make_gateway(AsyncClient(transport=transport), settings(), threads, tokenizer())
+        client = AsyncClient(transport=transport)
+        app = make_gateway(client, settings(api_keys=tmp_path / "keys"), threads, tokenizer())
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as http:
-            lists = [asyncio.create_task(http.post(path, json=body)) for _ in range(3)]
+
+            def ask(tenant: str, path: str, body: dict[str, Any]) -> asyncio.Task[httpx2.Response]:
+                return asyncio.create_task(http.post(path, json=body, headers={"authorization": f"Bearer {tenant}"}))
+
+            asked = [ask("calm", "/v1/completions", {"prompt": "x"})] if beside else []
+            for _ in range(200):
+                await asyncio.sleep(0)
+            asked += [ask("ann", path, body) for _ in range(3)]
             async with asyncio.timeout(60):
                 await transport.begun.wait()
             for _ in range(200):
                 await asyncio.sleep(0)
-            assert transport.asked == MIN_BEGUN_PROMPTS
-            for each in lists:
+            assert transport.asked == expected
+            for each in asked:
                 each.cancel()
-            await asyncio.gather(*lists, return_exceptions=True)
+            await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_bodies(gateway: Answers) -> None:

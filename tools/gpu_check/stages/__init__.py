@@ -11,6 +11,7 @@ ORDER = (
     "models",
     "kernels",
     "devices",
+    "families",
     "parity",
     "two_stages",
     "load",

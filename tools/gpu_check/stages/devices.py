@@ -5,7 +5,7 @@ from pathlib import Path
 from tools.gpu_check.test_runs import PytestRun, list_tests, run_tests
 from tools.gpu_check.where import Figures, Where, stage_main
 
-LIMIT_S = 100
+LIMIT_S = 200
 BESIDE_NEXT = True
 TESTS = (
     "tests/unit/engine/test_devices.py",

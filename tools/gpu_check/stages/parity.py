@@ -6,7 +6,7 @@ from tests.integration.topologies import ON_GPU
 from tools.gpu_check.test_runs import PytestRun, list_tests, run_tests
 from tools.gpu_check.where import Figures, Where, stage_main
 
-LIMIT_S = 150
+LIMIT_S = 200
 BESIDE_NEXT = True
 """What is right must be right also while other processes use the GPU."""
 TESTS = ("tests/integration/test_parity.py",)

@@ -4,6 +4,7 @@ Steps respect the promised time between tokens (TBT). One request's sequences ar
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
@@ -24,6 +25,7 @@ from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_for
 from moonpool.engine.decode.core.prompt_starts import PromptStarts
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
+from moonpool.engine.decode.core.scored_turns import ScoredTurns
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.tbt_limiter import TbtLimiter
 from moonpool.engine.decode.core.tenant_rotation import TenantRotation
@@ -42,12 +44,13 @@ class BatchPlanner:
     """Plans requests that have started, or that compute their prompt here.
 
     As in vLLM, requests are `waiting` or in the running batch, and one function, `plan`, says what the next step
-    computes. Nobody waits for ever, by five rules:
+    computes. Nobody waits for ever, by six rules:
 
     - **Kept slots** (`BatchSlots.kept`): who was promised a time between tokens finds a batch slot.
     - **Promised times** (`TbtLimiter`): others leave, or do not join, before a step breaks a promise.
     - **Shares** (`tenant_shares`): tenants above their share give up slots and blocks for tenants below.
     - **Rotation** (`TenantRotation`): a tenant whose share is less than one request runs in turn with the others.
+    - **Turns of scored rows** (`ScoredTurns`): beside other tenants, a step has few sequences with log probabilities.
     - **Overdue grants** (`OverdueGrants`): who was preempted long ago gets blocks and slots from others for some steps.
       What is free but not enough yet stays due to the holder.
 
@@ -55,6 +58,7 @@ class BatchPlanner:
         state: shared state of the scheduler.
         preempted: the preempted requests.
         lengths: predicts answer lengths.
+        requests: all requests of the instance, by id.
 
     Attributes:
         batch: the running sequences.
@@ -74,10 +78,16 @@ class BatchPlanner:
         starts: begins prompts that are computed here.
     """
 
-    def __init__(self, state: DecodeState, preempted: PreemptedRequests, lengths: OutputLengths) -> None:
+    def __init__(
+        self,
+        state: DecodeState,
+        preempted: PreemptedRequests,
+        lengths: OutputLengths,
+        requests: Mapping[int, DecodeRequest],
+    ) -> None:
         self._state, self._settings, self._budget = state, state.settings, state.budget
         self._preempted = preempted
-        self._lengths = lengths
+        self._lengths, self._requests = lengths, requests
         self.batch = RunningBatch(state.settings.block_size)
         self.tbt = TbtLimiter(state, self.batch)
         self.waiting: list[DecodeRequest] = []
@@ -86,6 +96,8 @@ class BatchPlanner:
         self.copies: list[BlockCopy] = []
         self.overdue = OverdueGrants(state, preempted)
         self._rotation = TenantRotation()
+        self._scored = ScoredTurns()
+        self._resting: list[RequestSequence] = []  # in the batch, but not in the run
         self._blocks_due = 0  # available blocks that stay free for the holder of the grant
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
@@ -187,14 +199,24 @@ class BatchPlanner:
             return
         self.steps += 1
         self.prompts.idle_since = None
+        self._resting = self._scored.resting(self.batch.requests, self._requests.values())
+        ids, context = self._stepping()
         steps = 1 if chunks or self._must_ask_after_step else self._run_steps()
         patient = self.batch.patient and not chunks
         copies = tuple((copied.source, copied.block) for copied in self.copies)
-        drafts = 0 if chunks else self._draft_tokens()
-        run = StartRun(self.steps, self.batch.ids, chunks, copies, steps, patient, drafts)
-        self.run_in_flight = RunInFlight(run, self.batch.context, self._state.now, self.copies, steps)
+        drafts = 0 if chunks or self._resting else self._draft_tokens()
+        run = StartRun(self.steps, ids, chunks, copies, steps, patient, drafts)
+        self.run_in_flight = RunInFlight(run, context, self._state.now, self.copies, steps)
         self.copies = []
         self._state.act(run)
+
+    def _stepping(self) -> tuple[tuple[int, ...], int]:
+        """Return the sequences of the next step, and their tokens."""
+        if not self._resting:
+            return self.batch.ids, self.batch.context
+        resting = {sequence.id for sequence in self._resting}
+        context = self.batch.context - sum(map(self.batch.tokens_of, self._resting))
+        return tuple(number for number in self.batch.ids if number not in resting), context
 
     def _run_steps(self) -> int:
         """Return the number of steps in the next run, after giving blocks ahead."""
@@ -223,8 +245,8 @@ class BatchPlanner:
 
     @property
     def _must_ask_after_step(self) -> bool:
-        """Whether a decision follows the next step: who fits now, copies made once, the next chunks, the rotation."""
-        follows = self._batch_changed or self.copies or self._catching_up or self._rotation
+        """Whether a decision follows the next step: who fits now, copies made once, the next chunks, the next turns."""
+        follows = self._batch_changed or self.copies or self._catching_up or self._rotation or self._resting
         return bool(follows or self._settings.preempt_every)
 
     @property
@@ -244,6 +266,8 @@ class BatchPlanner:
         assert flight is not None
         assert steps <= flight.left, "the engine continued without asking"
         self.batch.advance(steps)
+        for sequence in self._resting:
+            self.batch.gained(sequence, -1)
         self._preempted.steps += steps
         self.prompts.advance(steps)
         if over:
@@ -254,14 +278,18 @@ class BatchPlanner:
         self.run_in_flight = None if over else flight.advanced(self._state.now, steps, self.batch.context)
 
     def stop_run(self, *, leaving: bool) -> None:
-        """End the run in flight after the current step if a request waits for the end; `leaving`: an ended one does."""
+        """End the run in flight after the current step if a request waits for the end, or turns begin.
+
+        `leaving`: an ended request waits.
+        """
         flight = self.run_in_flight
         if flight is None:
             return
         queues = self.waiting, self._catching_up, self._preempted.queue
         # A run of this length was planned with prompts in mind.
         prompts = [] if flight.run.steps <= max(1, self._settings.num_continuous_decode_steps) else self.starts.ready
-        if leaving or prompts or any(queues):
+        turns = not self._resting and self._scored.needed(self.batch.requests, self._requests.values())
+        if leaving or prompts or turns or any(queues):
             self.run_in_flight = flight.stopped(self._state, *queues, prompts)
 
     def not_computed(self, flight: RunInFlight) -> None:
@@ -607,8 +635,8 @@ class BatchPlanner:
         lists = [[request.id for request in requests] for requests in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        orders = list(self.slots.kept), self._rotation.digest(), self.overdue.digest(), self.prompts, self.loads
-        return digest_of(counts, run, lists, *orders)
+        orders = list(self.slots.kept), self._rotation.digest(), self._scored.digest(), self.overdue.digest()
+        return digest_of(counts, run, lists, *orders, self.prompts, self.loads)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Assert that every request is where the status says, with blocks for all tokens."""

@@ -89,10 +89,10 @@ class DecodeScheduler:
         self.write_back = BlockWriteBack(state)
         self.preempted = PreemptedRequests(state)
         self._lengths = OutputLengths(settings.assumed_answer_tokens)
-        self.planner = BatchPlanner(state, self.preempted, self._lengths)
-        self._admission = DecodeAdmission(state, self.planner, self._lengths)
         self._table = RequestTable()
         self.requests = self._table.requests
+        self.planner = BatchPlanner(state, self.preempted, self._lengths, self.requests)
+        self._admission = DecodeAdmission(state, self.planner, self._lengths)
         self.orphans = OrphanedRequests(state, self._table, self.planner, self.preempted)
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}

@@ -8,12 +8,21 @@ import heapq
 import random
 import statistics
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from moonpool.base import world
-from moonpool.base.runtime.tenant_turns import LoopTurns, TakenPlace, TenantPlaces, TenantTurns, Turns
+from moonpool.base.runtime.tenant_turns import (
+    LEAST_BESIDE,
+    LINGER_S,
+    LoopTurns,
+    TakenPlace,
+    TenantPlaces,
+    TenantTurns,
+    Turns,
+)
 from tests.unit.fakes.beside import Held
 
 
@@ -200,12 +209,31 @@ async def test_places_are_each_tenants_own() -> None:
     assert not places
 
 
-@pytest.mark.parametrize(("at_once", "fewest", "most"), [(1, 4, 8), (20, 20, 40), (1000, 64, 64)])
-async def test_places_become_as_many_as_the_services_do_at_once(at_once: int, fewest: int, most: int) -> None:
-    """Services of which each does one work of 1 s after the other; many more would only queue up there."""
+@pytest.mark.parametrize(
+    ("at_once", "others", "fewest", "most"),
+    [
+        (1, "", 4, 8),
+        (20, "", 20, 40),
+        (1000, "", 64, 64),
+        (1000, "ann", 64, 64),
+        (1, "calm", 1, 1),
+        (2, "calm", 2, 3),
+        (20, "calm", 20, 30),
+    ],
+)
+async def test_places_become_as_many_as_the_services_do_at_once(
+    at_once: int, others: str, fewest: int, most: int
+) -> None:
+    """Services of which each does one work of 1 s after the other; many more would only queue up there.
+
+    Beside another tenant's requests, fewer works wait there.
+    """
     now, free_at, places, running = 0.0, [0.0] * at_once, TenantPlaces(4, 64), list[tuple[float, int, TakenPlace]]()
     clock = dataclasses.replace(world.Clock(), monotonic=lambda: now)
     world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), clock=clock))
+    beside = ExitStack()
+    if others:
+        beside.enter_context(places.present(others))
 
     async def work(number: int) -> None:
         place = await places.take("ann", number)
@@ -220,11 +248,48 @@ async def test_places_become_as_many_as_the_services_do_at_once(at_once: int, fe
         under_way.append(len(running))
         now, _, place = heapq.heappop(running)
         place.give_back(done=True)
-    assert under_way[0] == 4
+    least = LEAST_BESIDE if others == "calm" else 4
+    assert under_way[0] == least
     assert fewest <= statistics.median(under_way) <= most
     assert max(under_way[:-1]) <= 64
-    assert min(under_way[1024:1224]) <= 4  # how long a work takes is measured again
+    assert min(under_way[1024:1224]) <= least  # how long a work takes is measured again
     await asyncio.gather(*works)
+    assert not places
+
+
+async def test_places_are_fewer_while_another_tenant_has_requests_and_a_moment_longer() -> None:
+    now, places = 0.0, TenantPlaces(4, 4)
+    clock = dataclasses.replace(world.Clock(), monotonic=lambda: now)
+    world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), clock=clock))
+    waiting = [task(places.take("eve", number)) for number in range(30)]
+    over = 0
+
+    async def held(*, ended: int) -> int:
+        """End so many of the works that hold places; return how many hold some then."""
+        nonlocal over
+        for _ in range(ended):
+            (await waiting[over]).give_back(done=True)
+            over += 1
+            await settled()
+        await settled()
+        return [each.done() for each in waiting].count(True) - over
+
+    with places.present("eve"), places.present("eve"):
+        assert await held(ended=0) == 4, "a tenant's own requests do not count"
+        with places.present("ann"):
+            assert await held(ended=3) == 1
+            assert await held(ended=2) == 1
+        assert await held(ended=1) == 1
+        with places.present("bob"), places.present("bob"):
+            now += 2 * LINGER_S
+            assert await held(ended=1) == 1
+        now += LINGER_S
+        assert await held(ended=1) == 1
+        now += 0.1
+        assert await held(ended=1) == 4
+    assert await held(ended=4) == 4
+    while over < len(waiting):
+        await held(ended=1)
     assert not places
 
 

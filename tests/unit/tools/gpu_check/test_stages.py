@@ -20,6 +20,7 @@ from tools.gpu_check.stages import (
     copies,
     decode_steps,
     devices,
+    families,
     kernel_speed,
     kernels,
     parity,
@@ -192,7 +193,7 @@ def test_every_test_of_a_gpu_belongs_to_a_stage() -> None:
         if re.search(r"pytest\.mark\.gpu,?$|pytest\.mark\.gpu, |pytest\.mark\.gpu\]", path.read_text(), re.M)
     }
     started = "tests/unit/engine/kernels/test_triton/test_gpu.py"
-    assert {*devices.TESTS, *parity.TESTS, started} == marked
+    assert {*devices.TESTS, *families.TESTS, *parity.TESTS, started} == marked
     assert set(re.findall(r"cases_\w+\.py", (ROOT / started).read_text())) == {Path(case).name for case in kernels.ALL}
 
 
