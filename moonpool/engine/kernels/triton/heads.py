@@ -8,17 +8,38 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonpool.engine.kernels.kind import HeadNorms
 from moonpool.engine.kernels.triton.pool import LARGEST, quantize
 from moonpool.engine.kernels.triton.tiles import padded
 
 _ELEMENTS = 1024  # of a program: 8 heads of 128, with 8 elements a thread
+
+
+class HeadNorms(Protocol):
+    """See `moonpool.engine.kernels.kind.HeadNorms`."""
+
+    @property
+    def q_weight(self) -> Tensor | None: ...
+    @property
+    def k_weight(self) -> Tensor | None: ...
+    @property
+    def q_bias(self) -> Tensor | None: ...
+    @property
+    def k_bias(self) -> Tensor | None: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def centred(self) -> bool: ...
+    @property
+    def wide(self) -> bool: ...
+    @property
+    def last(self) -> bool: ...
 
 
 def norm_rope_write(

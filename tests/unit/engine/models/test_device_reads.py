@@ -154,8 +154,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        self.count += not views and func is not torch.ops.aten.empty.memory_format
+        self.count += not func.is_view and func is not torch.ops.aten.empty.memory_format
         return func(*args, **(kwargs or {}))
 
 
