@@ -1,8 +1,9 @@
 """A GPU over CUDA streams and events; docs/gpu_check.md tells what an H100 showed."""
 
+import gc
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -60,6 +61,19 @@ class CudaStream:
         self._stream.wait_event(event.event)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage before, and none within: a graph or event that is destroyed meanwhile would end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _CudaGraph:
     """See `CapturedGraph`.
 
@@ -76,7 +90,7 @@ class _CudaGraph:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as capturing does: what is reserved more afterwards is the graph's
         before = torch.cuda.memory_reserved()
-        with capturing:
+        with _no_collection(), capturing:
             work()
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 

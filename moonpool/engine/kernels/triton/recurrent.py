@@ -320,14 +320,16 @@ def _scan(
             state = state + column * u
             result = tl.sum(tl.trans(wide_q * of_q) * state, 0)[None, :]
         else:
-            past = tl.cumsum(faded, 0)
             end = tl.sum(faded, 0)[None, :]  # of all rows
             if FINE:
+                past = tl.cumsum(faded, 0)
                 by_key, by_query = _faded_products(wide_q * of_q, wide_k * of_k, past, rows, ROWS)
                 left = wide_k * tl.exp(end - past)
                 q = wide_q * tl.exp(past)
                 k = wide_k * tl.exp(past)
             else:
+                # No cumsum: of a column, Triton 3.6 computes wrong sums, or fails to compile.
+                past = tl.sum(tl.where(rows[:, None] >= rows[None, :], _as_row(faded, rows), 0.0), 1)[:, None]
                 # Products of stored queries and keys are exact; what changes a row's are factors of the row.
                 fade = tl.where(rows[:, None] >= rows[None, :], past - _as_row(past, rows), float("-inf"))
                 fade = tl.exp(fade) * _as_row(of_k, rows)
