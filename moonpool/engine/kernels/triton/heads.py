@@ -21,7 +21,7 @@ from moonpool.engine.kernels.triton.tiles import padded
 _ELEMENTS = 1024  # of a program: 8 heads of 128, with 8 elements a thread
 
 
-class HeadNorms(Protocol):
+class Norms(Protocol):
     """See `moonpool.engine.kernels.kind.HeadNorms`."""
 
     @property
@@ -46,7 +46,7 @@ def norm_rope_write(
     qk: Tensor,  # [T, heads + kv_heads, D], rows dense, stride(0) free
     v: Tensor | None,  # [T, kv_heads, D], rows dense, stride(0) free; None: nothing is stored
     out: Tensor,  # [T, heads, D], contiguous
-    norms: HeadNorms | None,
+    norms: Norms | None,
     angles: tuple[Tensor, Tensor] | None,  # cos and sin [T, width], qk's type, first half of sin negated
     kv: Tensor | None,
     scales: Tensor | None,
@@ -81,7 +81,7 @@ def norm_rope_write(
     )  # fmt: skip
 
 
-def _norms(norms: HeadNorms | None, head_dim: int) -> tuple[tuple[Tensor | None, ...], dict[str, int | bool]]:
+def _norms(norms: Norms | None, head_dim: int) -> tuple[tuple[Tensor | None, ...], dict[str, int | bool]]:
     """Return weights and biases, of queries and of keys, and what is compiled for."""
     if norms is None:
         return (None,) * 4, {"NORMED": False, "WEIGHT": 0, "CENTRED": False, "WIDE": False, "LAST": False}
