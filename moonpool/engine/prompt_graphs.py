@@ -180,13 +180,16 @@ class PromptGraphs:
             tokens, sequences = batch.num_tokens, len(batch.context_lens)
             values = {name: getattr(batch, name).numpy() for name in inputs.names}
         starts = np.full(shape.sequences + 1, shape.tokens, np.int32)
-        lengths = np.ones(shape.sequences, np.int32)
+        lengths = np.zeros(shape.sequences, np.int32)  # without rows a table is not looked at
         starts[0] = 0
         if batch is not None:
             starts[: sequences + 1], lengths[:sequences] = values["query_start"], values["context_lens"]
-        if tokens < shape.tokens:
-            lengths[sequences] = shape.tokens - tokens
-        inputs.send(values | {"query_start": starts, "context_lens": lengths}, self._memory_of_inputs)
+        padding = shape.tokens - tokens
+        if padding:
+            lengths[sequences] = padding
+        wide = 0 if batch is None else batch.block_tables.shape[1]
+        table = sequences + min(padding, 1), max(wide, -(-padding // self._memory.block_size))
+        inputs.send(values | {"query_start": starts, "context_lens": lengths}, self._memory_of_inputs, table)
 
     def _layer(self, shape: ChunkShape, layer: int) -> None:
         """Compute a layer of a step: captured work, independent of the buffers' content."""
