@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
@@ -25,7 +27,12 @@ def test_values_arrive_with_padding(columns: int) -> None:
     inputs = GraphInputs({"block_tables": table, "token_ids": (6,), "block_ids": (6,), "slot_tables": table})
     memory = torch.full((inputs.nbytes,), STALE, dtype=torch.uint8)
     blocks, slots = np.array([[5, 6, 7], [8, 9, 0]], np.int32), np.array([[1, 2, 3], [4, 0, 0]], np.int32)
-    given = {"token_ids": np.arange(4), "block_ids": np.arange(10, 14), "block_tables": blocks, "slot_tables": slots}
+    given: dict[str, NDArray[Any]] = {
+        "token_ids": np.arange(4),
+        "block_ids": np.arange(10, 14),
+        "block_tables": blocks,
+        "slot_tables": slots,
+    }
     inputs.send(given, memory, (3, 5))
     found = inputs.views(memory)
     assert found["token_ids"].tolist() == [0, 1, 2, 3, 0, 0]
