@@ -83,6 +83,13 @@ def logprobs_from_proto(message: kv_pb2.Logprobs) -> Logprobs:
     )
 
 
+def are_logprobs_of(message: kv_pb2.Logprobs, tokens: int) -> bool:
+    """Return whether the contract's columns fit each other and so many tokens, without reading them."""
+    tops = len(message.top_token_ids)
+    is_whole = tops == len(message.top_logprobs) and not (tops % tokens if tokens else tops)
+    return len(message.logprobs) == len(message.ranks) == tokens and is_whole
+
+
 def assign(field: str, set_value: Callable[[], object]) -> None:
     """Set a message's field.
 

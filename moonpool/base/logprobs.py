@@ -93,6 +93,11 @@ class LogprobRows(Sequence[TokenLogprobs]):
         self._token_ids = token_ids
         self._logprobs = logprobs
 
+    @property
+    def scores(self) -> int:
+        """Log probabilities: those of the tokens, and of the likely tokens beside each."""
+        return len(self) * (1 + self._logprobs.top)
+
     def __len__(self) -> int:
         return len(self._logprobs)
 
@@ -111,6 +116,43 @@ class LogprobRows(Sequence[TokenLogprobs]):
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
         return self._logprobs.of(self._token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)})"
+
+
+class PromptLogprobRows(Sequence[TokenLogprobs | None]):
+    """The rows of a prompt's tokens: the first token has None."""
+
+    def __init__(self, rows: LogprobRows) -> None:
+        self._rows = rows
+
+    @property
+    def scores(self) -> int:
+        """See `LogprobRows.scores`."""
+        return self._rows.scores
+
+    def __len__(self) -> int:
+        return 1 + len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[TokenLogprobs | None, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> TokenLogprobs | tuple[TokenLogprobs | None, ...] | None:
+        if isinstance(at, slice):
+            return tuple([self[place] for place in range(len(self))[at]])
+        place = range(len(self))[at]
+        return self._rows[place - 1] if place else None
+
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        yield None
+        yield from self._rows
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))

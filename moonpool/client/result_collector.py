@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 
 from moonpool.base.contracts import logprobs_from_proto
 from moonpool.base.errors import StreamBroken
-from moonpool.base.logprobs import LogprobRows, Logprobs, TokenLogprobs
+from moonpool.base.logprobs import LogprobRows, Logprobs, PromptLogprobRows, TokenLogprobs
 from moonpool.client.translate import from_message
 from moonpool.client.types import (
     Choice,
@@ -45,8 +46,8 @@ class ResultCollector:
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
         self._text: defaultdict[int, list[str]] = defaultdict(list)
         self._logprobs: defaultdict[int, Logprobs] = defaultdict(Logprobs)
-        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self._new_prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # no event has had these
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        self._new_prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # no event has had these
         self._embedding: tuple[float, ...] = ()
 
     @property
@@ -103,7 +104,7 @@ class ResultCollector:
             case "delta":
                 return self._delta(message.delta)
             case "prompt_logprobs":
-                self._prompt_logprobs = (None, *_prompt_logprobs(message.prompt_logprobs))
+                self._prompt_logprobs = _prompt_logprobs(message.prompt_logprobs)
                 self._new_prompt_logprobs = self._prompt_logprobs
             case "embedding":
                 self._embedding = _floats(message.embedding.values)
@@ -127,13 +128,13 @@ class ResultCollector:
             raise StreamBroken(f"expected token {len(tokens)} of the answer, got {delta.position}")
         tokens.extend(delta.token_ids)
         self._text[delta.choice].append(delta.text)
-        logprobs = tuple[TokenLogprobs, ...]()
+        logprobs: Sequence[TokenLogprobs] = ()
         if delta.HasField("logprobs"):
             found, before = _logprobs(delta.logprobs, delta.token_ids), self._logprobs[delta.choice]
             if before and found and before.top != found.top:
                 raise StreamBroken(f"{found.top} likely tokens beside each follow {before.top}")
             before.extend(found)
-            logprobs = tuple(found.of(delta.token_ids))
+            logprobs = LogprobRows(tuple(delta.token_ids), found)
         prompt_logprobs, self._new_prompt_logprobs = self._new_prompt_logprobs, ()
         return TokenEvent(
             delta.position,
@@ -205,5 +206,6 @@ def _floats(values: bytes) -> tuple[float, ...]:
     return struct.unpack(f"<{len(values) // 4}f", values)
 
 
-def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
-    return tuple(_logprobs(message.logprobs, message.token_ids[1:]).of(message.token_ids[1:]))
+def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> PromptLogprobRows:
+    tokens = array("i", message.token_ids[1:])
+    return PromptLogprobRows(LogprobRows(tokens, _logprobs(message.logprobs, tokens)))

@@ -194,9 +194,9 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class GenerateResult:
     """How many times the stream lost the conductor or the connection and was resumed."""
     logprobs: Sequence[TokenLogprobs] = ()
     """The first answer's `Choice.logprobs`."""
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
     """The prompt tokens' log probabilities, if `SamplingParams.prompt_logprobs` asks for them. The first token has
     None."""
     embedding: tuple[float, ...] = ()

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from moonpool.base.contracts import logprobs_from_proto
+from moonpool.base.contracts import are_logprobs_of, logprobs_from_proto
 from moonpool.base.errors import InvalidRequest, StreamBroken, Unavailable
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
@@ -450,12 +450,11 @@ class GenerateStream:
             self._embedding = conductor_pb2.PromptEmbedding(values=first.embedding)
             self.outgoing.embedding(self._embedding)
             return
-        scores = logprobs_from_proto(first.prompt_logprobs)
-        prompt = self.request.prompt
-        if len(scores) != len(prompt) - 1 or not scores.consistent:
-            raise StreamBroken(f"{len(scores)} log probabilities came for a prompt of {len(prompt)} tokens")
+        scores, prompt = first.prompt_logprobs, self.request.prompt
+        if not are_logprobs_of(scores, len(prompt) - 1):
+            raise StreamBroken(f"{len(scores.logprobs)} log probabilities came for a prompt of {len(prompt)} tokens")
         self.prompt_unscored = False
-        self._prompt_logprobs = conductor_pb2.PromptLogprobs(token_ids=prompt, logprobs=first.prompt_logprobs)
+        self._prompt_logprobs = conductor_pb2.PromptLogprobs(token_ids=prompt, logprobs=scores)
         self.outgoing.prompt_logprobs(self._prompt_logprobs)
 
     def _check_logprobs(self, found: Logprobs | None, tokens: int) -> None:

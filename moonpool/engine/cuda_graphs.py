@@ -5,7 +5,8 @@ Steps are padded to the next shape. Padding rows write no KV (block -1).
 
 Behind the layers a graph moves its inputs to the sequences' next places. Further graphs have the head and plain
 sampling, and put the tokens where the layers' graphs read them. So a run's next step needs nothing from the host
-(`DecodeGraphs.go_on`).
+(`DecodeGraphs.go_on`). If a token ends the run, the inputs become rows without a sequence: a step that is given behind
+the end writes nothing.
 
 All graphs are captured before the stage is ready (`moonpool.engine.warm_up`): a capture waits for the device and stops
 all streams for tenths of a second. A shape without a graph takes the next larger one, or runs eagerly.
@@ -41,6 +42,7 @@ _SAMPLED_ROWS = (1, 4, 16, 64, 128, MAX_GRAPH_ROWS)
 """Rows of a graph of the head: products of few rows take as long as the weights need."""
 _BY_ROW = ("token_ids", "positions", "live", "block_ids", "offsets", "context_lens")
 """Inputs of a row; `live`: tokens of the row's step."""
+_WITHOUT_SEQUENCE = {"live": 0, "block_ids": -1, "slot_ids": -1}
 log = logging.getLogger(__name__)
 
 
@@ -163,8 +165,9 @@ class DecodeGraphs:
         self._block_size = memory.block_size
         where = device.torch_device
         self._hidden = torch.zeros(MAX_GRAPH_ROWS, model.config.hidden_size, dtype=model.dtype, device=where)
-        most = self._inputs(GraphShape(MAX_GRAPH_ROWS, longest)).nbytes
-        self._memory_of_inputs = torch.empty(most, dtype=torch.uint8, device=where)
+        most = self._inputs(GraphShape(MAX_GRAPH_ROWS, longest))
+        self._memory_of_inputs = torch.empty(most.nbytes, dtype=torch.uint8, device=where)
+        self._next_step = most.views(self._memory_of_inputs)
         self._query_start = torch.arange(MAX_GRAPH_ROWS + 1, dtype=torch.int32, device=where)
         self._last_rows = torch.arange(MAX_GRAPH_ROWS, device=where)
         self._states = torch.zeros_like(self._hidden)  # behind the layers
@@ -260,7 +263,7 @@ class DecodeGraphs:
             sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_ROW, (shape.rows,))
             if self._memory.slot_of is not None:
                 sizes |= {"slot_ids": (shape.rows,), "slot_tables": table}
-            # What has no table lies at the same place for all shapes: graphs of the head write tokens there.
+            # What has no table lies at the same place for all shapes: graphs of the head write there.
             inputs = GraphInputs(sizes | {"block_tables": table}, least_bytes=8 * MAX_GRAPH_ROWS)
             self._inputs_of[shape] = inputs
         return self._inputs_of[shape]
@@ -309,8 +312,12 @@ class DecodeGraphs:
             tokens, highest = self._sampling.choose(choice, self._model.logits(self._states[part]), begin)
             self._chosen[0, part].copy_(tokens)
             self._chosen[1, part].copy_(highest.view(torch.int32))
-        token_ids = self._memory_of_inputs[: 8 * rows].view(torch.int64)
-        token_ids.copy_(self._chosen[0, :rows])
+        tokens, highest = self._chosen[:, :rows]
+        self._next_step["token_ids"][:rows].copy_(tokens)
+        over = self._sampling.over(tokens, highest.view(torch.float32))
+        for name, value in _WITHOUT_SEQUENCE.items():
+            if name in self._next_step:
+                self._next_step[name].masked_fill_(over, value)
 
     def _capture_ends(self) -> None:
         """Capture head and sampling for all numbers of rows that steps have, the largest first."""

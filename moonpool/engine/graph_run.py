@@ -2,8 +2,11 @@
 
 If the rows sample plainly (`moonpool.engine.sampling.captured`), graphs also choose the tokens, and feed them to the
 run's next step. Then the device is given that step before the host has read the tokens of the step before. If the run
-ends with those tokens, the further step is thrown away: it writes KV behind the sequences' tokens, in their own blocks,
-into which no KV is brought meanwhile.
+ends with those tokens, the further step is thrown away: the device knows the end, and the step writes nothing.
+
+A step that may be taken again must not have changed a recurrent state, and graphs keep no states. So with such states
+the layers of some steps are launched: those with masks, which may be late, and those that begin within a block and are
+no decode steps.
 """
 
 from functools import partial
@@ -12,11 +15,12 @@ from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.kv_gate import StepState
 from moonpool.engine.layer_run import LayerRun
+from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
 from moonpool.engine.prompt_graphs import ChunkShape
 from moonpool.engine.run_mode import StageParts
-from moonpool.engine.sampling.captured import PlainRows, is_plain
+from moonpool.engine.sampling.captured import MAX_ENDS, PlainRows, is_plain
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput
 from moonpool.engine.steps_ahead import StepsAhead
@@ -33,14 +37,16 @@ class GraphRun(LayerRun):
 
     def __init__(self, stage: StageParts) -> None:
         super().__init__(stage)
-        self._early_ends = 0.0
+        self._early_ends, self._recurrent = 0.0, stage.model.config.decoder.recurrent
 
     def begin(self, step: Step, masks: PendingMasks | None) -> StepRun:
         run = super().begin(step, masks)
         specs = [sequence.sample for sequence in step.sequences if sequence.scored is None]
         plain = [spec for spec in specs if spec is not None and is_plain(spec)]
-        if masks is None and len(plain) == len(step.sequences):
-            run.plain = PlainRows(plain, self._stage.model.config.vocab_size)
+        ends = [sequence.end_token_ids for sequence in step.sequences]
+        few = max(map(len, ends)) <= MAX_ENDS
+        if masks is None and few and len(plain) == len(step.sequences):
+            run.plain = PlainRows(plain, ends, self._stage.model.config.vocab_size)
         return run
 
     @in_inference_mode
@@ -51,11 +57,22 @@ class GraphRun(LayerRun):
 
     def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
         shape, graphs = self._decode_shape(run), self._stage.prompt_graphs
-        return graphs.shape(run.packed) if shape is None and graphs is not None and _captures(run) else shape
+        if shape is not None or graphs is None or not self._captures(run):
+            return shape
+        return None if self._recurrent and _within_blocks(run.packed) else graphs.shape(run.packed)
 
     def _decode_shape(self, run: StepRun, later: int = 0) -> GraphShape | None:
         graphs = self._stage.graphs
-        return None if graphs is None or not _captures(run) else graphs.shape(run.step, run.packed, later)
+        return None if graphs is None or not self._captures(run) else graphs.shape(run.step, run.packed, later)
+
+    def _captures(self, run: StepRun) -> bool:
+        """Tell whether graphs have what a step computes.
+
+        They have no products of adapters, no rows of pictures, and no positions but the tokens' places.
+        """
+        if self._recurrent and run.pending_masks is not None:
+            return False
+        return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media
 
     def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
@@ -71,12 +88,14 @@ class GraphRun(LayerRun):
         """Compute the step under way, and give the device the next."""
         gates, memory, step_id = self._stage.kv_gates, self._stage.platform.memory, run.step.step_id
         layers = range(self._stage.model.layer_begin, self._stage.model.layer_end)
-        done = not gates.aborted(step_id)
+        # A step under way has changed recurrent states: it is not given up any more.
+        done = ahead.last is not None or not gates.aborted(step_id)
         if done and not ahead.last:
             for layer in layers:
                 memory.prepare_layer(layer)
             ahead.give()
-        if done and run.left and not gates.is_stopped(step_id) and self._early_ends < _ENDS_OFTEN:
+        ends = gates.is_stopped(step_id) or gates.aborted(step_id)
+        if done and run.left and not ends and self._early_ends < _ENDS_OFTEN:
             ahead.give()
         run.output, behind = ahead.read() if done else (StepOutput(), None)
         for layer in layers if done else ():
@@ -84,8 +103,6 @@ class GraphRun(LayerRun):
         following = self._begin_next(run, done=done, under_way=ahead.last is not None)
         early = following is None and run.left > 0 and not gates.is_stopped(step_id)
         self._early_ends += (early - self._early_ends) * _OF_LATE
-        if following is None and ahead.last is not None:
-            memory.keep_from(ahead.last)
         return self._finish(run, times, 1.0, following, done=done, behind=behind)
 
     def _compute(self, run: StepRun) -> bool:
@@ -127,9 +144,6 @@ class GraphRun(LayerRun):
             run.hidden = graphs.states(run.packed.num_tokens)
 
 
-def _captures(run: StepRun) -> bool:
-    """Tell whether graphs have what a step computes.
-
-    They have no products of adapters, no rows of pictures, and no positions but the tokens' places.
-    """
-    return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media
+def _within_blocks(batch: PackedBatch) -> bool:
+    """Tell whether a sequence of a batch, on the host, begins within a block."""
+    return bool((batch.positions[batch.query_start[:-1].long()] % batch.block_size).any())

@@ -44,6 +44,8 @@ class LayerRun(RunMode):
 
     @in_inference_mode
     def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
+        # Now: a step may be given up before its first layer.
+        self._stage.platform.stream.run(self._stage.model.undo.begin)
         done = self._receive(run) and self._compute(run)
         if done and self._stage.model.is_last and self._first:
             self._stage.platform.stream.run(partial(self._choose, run))

@@ -1,6 +1,6 @@
 """Runs steps on one pipeline stage, one after the other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +81,9 @@ class StageRunner(StageParts):
         if self.masks is None:
             return None
         wanted = MaskRequest.of(step)
+        if self.model.config.decoder.recurrent and not self.model.is_first:
+            # The stages before have the token in their states, and would not take it back.
+            wanted = [replace(request, may_skip=False) for request in wanted]
         return self.masks.begin(wanted, alone=sum(request.may_skip for request in wanted) == len(step.sequences))
 
     def _make_masks(self, run: StepRun) -> None:

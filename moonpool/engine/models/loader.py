@@ -447,7 +447,14 @@ class _LayerReader:
             gates=self._linear("gates") if "gates.weight" in self._tensors else None,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
+            factors=self._input_factors(spec) if spec.input_factors else None,
         )
+
+    def _input_factors(self, spec: RecurrentSpec) -> Tensor:
+        values, keys = spec.heads * spec.value_dim, spec.key_heads * spec.key_dim
+        factors = torch.tensor(spec.input_factors, dtype=self._reader.dtype)
+        counts = torch.tensor([values, values, keys, keys, spec.heads])
+        return factors.repeat_interleave(counts).to(self._reader.device)
 
     def _indexer(self, spec: IndexerSpec) -> IndexerWeights:
         key_norm = NormSpec("layer", spec.key_norm_eps, bias=True)

@@ -24,7 +24,6 @@ from torch.nn import functional
 from moonpool.base.families.spec import RecurrentSpec
 from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.choice import choose
-from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.kernels.triton import CHUNK
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.layers import Norm
@@ -73,11 +72,47 @@ def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive sequences of a step, with their rows, that are computed together; `spans`: theirs.
+
+    Without spans: captured work, which does not look at lengths.
+    """
+
+    sequences: slice
+    rows: slice
+    spans: Sequence[Sequence[StateSpan]] | None
+
+    @property
+    def singles(self) -> int | None:
+        """The sequences with one row; None: not known."""
+        if self.spans is not None:
+            return sum(spans[-1].end - spans[0].begin == 1 for spans in self.spans)
+        sequences, rows = (part.stop - part.start for part in (self.sequences, self.rows))
+        return sequences if sequences == rows else None
+
+
+def _parts(batch: PackedBatch, *, captured: bool, alone: bool) -> list[_Part]:
+    """Return what is computed together: all of the step, or each sequence `alone`."""
+    sequences, rows, spans = len(batch.context_lens), batch.num_tokens, None
+    if not captured:
+        batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
+    if not alone:
+        return [_Part(slice(0, sequences), slice(0, rows), spans)]
+    starts = range(sequences + 1) if captured else batch.host.query_start.tolist()
+    assert starts[-1] == rows, "captured prompts are computed together"
+    return [
+        _Part(slice(number, number + 1), slice(*ends), None if spans is None else [spans[number]])
+        for number, ends in enumerate(pairwise(starts))
+        if ends[0] < ends[1]
+    ]
+
+
 class StateUndo:
     """States that a step overwrote, of sequences that began within a block.
 
     Such a state cannot be computed again from the block. If a step is given up, or a sequence gets no token, the
-    sequence takes the step again from the earlier state.
+    sequence takes the step again from the earlier state. Captured work keeps no states: it is not taken again.
     """
 
     def __init__(self) -> None:
@@ -118,12 +153,13 @@ class RecurrentWeights:
     gates: Linear | None = None  # width to heads * value_dim ("kimi_delta")
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    factors: Tensor | None = None  # on what `inputs` gives, [outputs] ("mamba2")
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
         parts = (self.inputs, self.conv, self.conv_bias, self.output, self.decay, self.step_bias, self.skip, self.norm)
-        every = (*parts, self.steps, self.gates, self.q_norm, self.k_norm)
+        every = (*parts, self.steps, self.gates, self.q_norm, self.k_norm, self.factors)
         return sum(part.nbytes for part in every if part is not None)
 
     def __call__(
@@ -131,68 +167,53 @@ class RecurrentWeights:
         normed: Tensor,
         batch: PackedBatch,
         kv: Tensor,
-        undo: StateUndo,
+        undo: StateUndo | None,
         angles: Angles | None,
         *,
         deterministic: bool,
     ) -> Tensor:
         """Return the part's result [T, hidden] for `normed` [T, hidden]; reads and writes states in `kv`.
 
-        `angles`: of the tokens, if queries and keys are rotated. `deterministic`: every sequence by itself, so that the
-        sequence's bits do not depend on others.
+        `undo`: keeps overwritten states; None: they are not needed again. `angles`: of the tokens, if queries and keys
+        are rotated. `deterministic`: every sequence by itself, so that the sequence's bits do not depend on others.
         """
-        batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
         projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
-        if deterministic:
-            alone = [self._mixed(projected, [span], batch, pool, undo, angles, deterministic=True) for span in spans]
-            found = torch.cat(alone)
-        else:
-            found = self._mixed(projected, spans, batch, pool, undo, angles, deterministic=False)
-        result = self.output(found, deterministic=deterministic)
+        by_triton = choose("recurrent", pool.device, projected.dtype) == "triton" and batch.block_size % CHUNK == 0
+        captured, found = by_triton and batch.most_context is not None, list[Tensor]()
+        for part in _parts(batch, captured=captured, alone=deterministic):
+            turns = None if angles is None else (angles[0][part.rows], angles[1][part.rows])
+            inputs = _Inputs.of(self, projected[part.rows], turns, deterministic=deterministic)
+            mixed = self._by_triton if by_triton else self._by_torch
+            found.append(self._gated(mixed(inputs, part, batch, pool, undo), inputs.gate))
+        result = self.output(found[0] if len(found) == 1 else torch.cat(found), deterministic=deterministic)
         return result.mul_(self.spec.output_factor) if self.spec.output_factor else result
 
-    def _mixed(
-        self,
-        projected: Tensor,
-        spans: Sequence[Sequence[StateSpan]],
-        batch: PackedBatch,
-        pool: Tensor,
-        undo: StateUndo,
-        angles: Angles | None,
-        *,
-        deterministic: bool,
-    ) -> Tensor:
-        """Return what the last projection takes, of consecutive sequences, from the projection of a step's tokens."""
-        first, last = spans[0][0].begin, spans[-1][-1].end
-        turns = None if angles is None else (angles[0][first:last], angles[1][first:last])
-        parts = _Inputs.of(self, projected[first:last], turns, deterministic=deterministic)
-        by_triton = choose("recurrent", pool.device, projected.dtype) == "triton" and batch.block_size % CHUNK == 0
-        if by_triton:
-            return self._gated(self._by_triton(parts, spans, batch, pool, undo), parts.gate)
-        return self._gated(self._by_torch(parts, spans, pool, undo), parts.gate)
-
     def _by_triton(
-        self, parts: _Inputs, spans: Sequence[Sequence[StateSpan]], batch: PackedBatch, pool: Tensor, undo: StateUndo
+        self, inputs: _Inputs, part: _Part, batch: PackedBatch, pool: Tensor, undo: StateUndo | None
     ) -> Tensor:
-        """Return the results [T, n] of consecutive sequences; states go to the pool."""
+        """Return the results [T, n] of a part's rows; states go to the pool."""
         from moonpool.engine.kernels.triton import recurrent as kernels
 
-        spec, numbers = self.spec, slice(spans[0][0].sequence, spans[-1][0].sequence + 1)
-        before = torch.empty(len(spans), spec.state_elements, device=pool.device)
+        spec, numbers, sequences = self.spec, part.sequences, part.sequences.stop - part.sequences.start
+        # The convolution needs the inputs before the step while it writes those behind.
+        kept = spec.state_elements if undo is not None else max(1, spec.channels * (spec.conv - 1))
+        before = torch.empty(sequences, kept, device=pool.device)
         places = kernels.StatePlaces(
             pool, before, batch.query_start[numbers.start :], batch.context_lens[numbers], batch.slot_tables[numbers],
-            batch.slot_ids, batch.block_size, spans[0][0].begin,
+            batch.slot_ids, batch.block_size, part.rows.start, keep=undo is not None,
         )  # fmt: skip
-        mixed = found = parts.mixed
+        mixed = found = inputs.mixed
         if self.conv is not None:
-            mixed = found = torch.empty(parts.mixed.shape, dtype=parts.mixed.dtype, device=pool.device)
-            silu, one_row = spec.kind != "short_conv", len(parts.gate) == len(spans)
-            kernels.convolve(parts.mixed, self.conv, self.conv_bias, places, mixed, silu=silu, one_row=one_row)
+            mixed = found = torch.empty(inputs.mixed.shape, dtype=inputs.mixed.dtype, device=pool.device)
+            silu, one_row = spec.kind != "short_conv", len(inputs.gate) == sequences
+            kernels.convolve(inputs.mixed, self.conv, self.conv_bias, places, mixed, silu=silu, one_row=one_row)
         if spec.kind != "short_conv":
-            singles = sum(sequence[-1].end - sequence[0].begin == 1 for sequence in spans)
-            found = torch.empty(parts.gate.shape, dtype=parts.mixed.dtype, device=pool.device)
-            kernels.scan(mixed, parts.decay, parts.step, self.skip, places, self._scan_shape(), found, singles=singles)
-        undo.keep(pool, [sequence[0] for sequence in spans], before)
+            found = torch.empty(inputs.gate.shape, dtype=inputs.mixed.dtype, device=pool.device)
+            shape, singles = self._scan_shape(), part.singles
+            kernels.scan(mixed, inputs.decay, inputs.step, self.skip, places, shape, found, singles=singles)
+        if undo is not None:
+            assert part.spans is not None
+            undo.keep(pool, [spans[0] for spans in part.spans], before)
         return found
 
     def _scan_shape(self) -> ScanShape:
@@ -205,29 +226,37 @@ class RecurrentWeights:
         heads = (spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
         return ScanShape(*heads, delta, not mamba, spec.in_turn, *begins, spec.channels * (spec.conv - 1))
 
-    def _by_torch(self, parts: _Inputs, spans: Sequence[Sequence[StateSpan]], pool: Tensor, undo: StateUndo) -> Tensor:
+    def _by_torch(
+        self, inputs: _Inputs, part: _Part, batch: PackedBatch, pool: Tensor, undo: StateUndo | None
+    ) -> Tensor:
         """As `_by_triton`."""
-        first, last = spans[0][0].begin, spans[-1][-1].end
-        spans = [
-            [replace(span, begin=span.begin - first, end=span.end - first) for span in sequence] for sequence in spans
+        del batch
+        assert part.spans is not None
+        first = part.rows.start
+        sequences = [
+            [replace(span, begin=span.begin - first, end=span.end - first) for span in spans]
+            for spans in part.spans
+            if spans
         ]
-        found = parts.gate.new_empty(last - first, parts.gate.shape[1])
-        single = [span[0] for span in spans if span[-1].end - span[0].begin == 1]
+        found = torch.empty_like(inputs.gate)
+        single = [spans[0] for spans in sequences if spans[-1].end - spans[0].begin == 1]
         if single:
             rows = torch.tensor([[span.begin] for span in single], device=pool.device)
             states = self._states(pool, single)
-            undo.keep(pool, single, states)
-            result, states = self._advance(parts, rows, states)
+            if undo is not None:
+                undo.keep(pool, single, states)
+            result, states = self._advance(inputs, rows, states)
             found[rows[:, 0]] = result[:, 0]
             _store(pool, single, states)
-        for sequence in spans:
-            if sequence[-1].end - sequence[0].begin == 1:
+        for spans in sequences:
+            if spans[-1].end - spans[0].begin == 1:
                 continue
-            states = self._states(pool, sequence[:1])
-            undo.keep(pool, sequence[:1], states)
-            for span in sequence:
+            states = self._states(pool, spans[:1])
+            if undo is not None:
+                undo.keep(pool, spans[:1], states)
+            for span in spans:
                 rows = torch.arange(span.begin, span.end, device=pool.device)[None]
-                result, states = self._advance(parts, rows, states)
+                result, states = self._advance(inputs, rows, states)
                 found[span.begin : span.end] = result[0]
                 _store(pool, [span], states)
         return found
@@ -349,11 +378,7 @@ class _Inputs:
         assert weights.decay is not None
         assert weights.step_bias is not None
         if spec.kind == "mamba2":
-            if spec.input_factors:
-                keys = spec.key_heads * spec.key_dim
-                counts = torch.tensor([values, values, keys, keys, spec.heads])
-                factors = torch.tensor(spec.input_factors, dtype=projected.dtype).repeat_interleave(counts)
-                projected = projected * send_to_device(factors, projected.device)
+            projected = projected if weights.factors is None else projected * weights.factors
             gate, mixed, step = torch.split(projected, [values, channels, spec.heads], dim=1)
             step = functional.softplus(step.float() + weights.step_bias)
             return cls(mixed, gate, weights.decay * step, step)

@@ -69,8 +69,9 @@ class StageModel:
     which `config` is this rank's.
     `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
     "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
-    the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`. `pooling_head`: what
-    follows on pooled states. `picture_positions`: M-RoPE's, if the model takes pictures and has M-RoPE.
+    a step did to recurrent states; begun with each step. `changed_weights`, `mapped_bytes`: see `WeightNotes`.
+    `pooling_head`: what follows on pooled states. `picture_positions`: M-RoPE's, if the model takes pictures and has
+    M-RoPE.
     """
 
     by_layers = True
@@ -228,10 +229,8 @@ class StageModel:
             The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
         """
         assert progress is None or self._one_call is not None
-        if first == self.layer_begin:
-            self.undo.begin()
-            if self._per_layer is not None:
-                batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
+        if first == self.layer_begin and self._per_layer is not None:
+            batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
         added: Tensor | None = None  # what the last layer adds to the hidden states: the next one's norm does so
         while first < last:
             run = self._runs.get(first)
@@ -483,7 +482,8 @@ class StageModel:
         if isinstance(attention, RecurrentWeights):
             rotated = attention.spec.kind == "lightning" and spec.rope is not None
             angles = self._angles(batch, spec.rope or 0) if rotated else None
-            return attention(normed, batch, kv, self.undo, angles, deterministic=self.deterministic)
+            undo = self.undo if batch.most_context is None else None
+            return attention(normed, batch, kv, undo, angles, deterministic=self.deterministic)
         if isinstance(attention, LatentWeights):
             return self._latent_attention(attention, spec, normed, batch, kv, scales)
         assert isinstance(attention, AttentionWeights)

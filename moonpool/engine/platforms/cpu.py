@@ -75,9 +75,6 @@ class CpuKVMemory:
     def finish_step(self, then: OnDone, *, aborted: bool, behind: DeviceEvent | None = None) -> None:
         then()
 
-    def keep_from(self, event: DeviceEvent) -> None:
-        """All work is done already."""
-
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """The pool has the KV already."""
         then()

@@ -87,12 +87,6 @@ class KVMemory(Protocol):
         `behind`: as for `finish_layer`.
         """
 
-    def keep_from(self, event: DeviceEvent) -> None:
-        """Bring no KV that lands from now on before the compute stream has come to `event`.
-
-        Until then a step that is thrown away writes to blocks that may be given to others.
-        """
-
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """Store blocks in the pool, part-filled ones too, then call `then`. Between two steps."""
 
@@ -287,10 +281,6 @@ class KVLoads:
             batch.given = self._thread.send(partial(self._give, batch))
         self._thread.send(self._settle)
 
-    def keep_from(self, event: DeviceEvent) -> None:
-        """See `KVMemory.keep_from`."""
-        self._thread.send(partial(self._stream.wait_event, event))
-
     def load(self, then: OnDone | None) -> None:
         self.bring()
         if then is not None:
@@ -426,9 +416,6 @@ class TieredKVMemory:
             self._store(self._finished, behind)
             self._unstored.difference_update(block for block, _ in self._finished)
         self._callbacks.send(then)
-
-    def keep_from(self, event: DeviceEvent) -> None:
-        self._loads.keep_from(event)
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """See `KVMemory.fetch`. A part-filled block gets no hash: such a block is never sent."""

@@ -6,7 +6,7 @@ Rows are plain if nothing but logits, temperature, filters and seed decides. Tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,9 @@ from moonpool.engine.sampling.torch_sampler import highest_of
 
 Choice = Literal["greedy", "drawn", "filtered"]
 """How a step's rows are chosen: none is drawn; rows are drawn from all tokens; rows may have filters."""
+MAX_ENDS = 15
+"""End tokens of a row whose tokens captured work chooses, at most."""
+_NO_ROW, _NO_TOKEN = -1, -2
 CHOICES: tuple[Choice, ...] = ("greedy", "drawn", "filtered")
 
 
@@ -37,10 +40,11 @@ class PlainRows:
 
     Args:
         specs: each row's, for the run's first step; `is_plain`.
+        ends: each row's end tokens, `MAX_ENDS` at most.
         vocab: tokens of the model.
     """
 
-    def __init__(self, specs: Sequence[SampleSpec], vocab: int) -> None:
+    def __init__(self, specs: Sequence[SampleSpec], ends: Sequence[Collection[int]], vocab: int) -> None:
         params = [spec.params for spec in specs]
         drawn = np.array([each.temperature >= LEAST_TEMPERATURE for each in params])
         limits = np.array([(each.top_k, each.top_p, each.min_p) for each in params], np.float64).T.copy()
@@ -50,6 +54,10 @@ class PlainRows:
         scales = [scale_of(each) if hot else 0.0 for each, hot in zip(params, drawn, strict=True)]
         self.choice: Choice = "greedy" if not drawn.any() else "filtered" if (limits > 0).any() else "drawn"
         self.limits, self.scales = torch.from_numpy(limits), torch.tensor(scales, dtype=torch.float32)
+        sets = dict[frozenset[int], int]()  # rows mostly have the same ends
+        numbers = [sets.setdefault(frozenset(row), len(sets)) for row in ends]
+        padded = [[_NO_TOKEN, *row, *[_NO_ROW] * (MAX_ENDS - len(row))] for row in sets]
+        self.ends = torch.tensor(padded, dtype=torch.int32)[numbers]
         self._draws = DrawNumbers([spec.seed for spec in specs], [spec.position for spec in specs])
 
     def numbers(self, later: int) -> Tensor:
@@ -70,9 +78,12 @@ class CapturedSampling:
         self._scales = torch.zeros(rows, dtype=torch.float32, device=device)  # 0: the highest logit is chosen
         self._numbers = torch.zeros(rows, dtype=torch.float64, device=device)
         self._each = torch.arange(rows, device=device)
+        self._ends = torch.full((rows, 1 + MAX_ENDS), _NO_ROW, dtype=torch.int32, device=device)
 
     def begin(self, rows: PlainRows) -> None:
         """Copy what a run's rows want to the device, within work of a stream."""
+        self._ends.fill_(_NO_ROW)
+        self._ends[: len(rows.ends)].copy_(send_to_device(rows.ends, self._ends.device))
         if rows.choice != "greedy":
             limits, scales = send_together((rows.limits, rows.scales), self._numbers.device)
             self._limits[:, : len(scales)].copy_(limits)
@@ -103,3 +114,13 @@ class CapturedSampling:
             weights.masked_fill_(weights < min_p[:, None].float(), 0)
         drawn = pick(weights, self._each[: len(logits)], self._numbers[rows])
         return torch.where(scales > 0, drawn, tokens), highest
+
+    def over(self, tokens: Tensor, highest: Tensor) -> Tensor:
+        """Return whether a run ends with these tokens, bool []: one ends its row's answer, or is none.
+
+        Args:
+            tokens: of all rows, int32 [R].
+            highest: logits of these rows, float32 [R].
+        """
+        tokens = torch.where(highest * 0 == 0, tokens, _NO_TOKEN)
+        return (self._ends[: len(tokens)] == tokens[:, None]).any()

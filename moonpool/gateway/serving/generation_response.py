@@ -7,7 +7,7 @@ all the client's requests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import MoonpoolError, Unavailable
-from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.logprobs import LogprobRows, PromptLogprobRows, TokenLogprobs
 from moonpool.base.runtime.tenant_turns import LoopTurns, TenantPlaces, TenantTurns
 from moonpool.base.telemetry.spans import CURRENT, OpenSpan
 from moonpool.client import (
@@ -257,9 +257,9 @@ class GenerationResponse:
         self._formatter.start(tokens.request_id, emulated=placement is not None and placement.emulated)
 
 
-def num_scores(*logprobs: Iterable[TokenLogprobs | None]) -> int:
+def num_scores(*logprobs: Sequence[TokenLogprobs | None]) -> int:
     """Log probabilities of tokens, and of the likely tokens beside each."""
-    return sum(1 + len(token.top) for tokens in logprobs for token in tokens if token is not None)
+    return sum(rows.scores for rows in logprobs if isinstance(rows, LogprobRows | PromptLogprobRows))
 
 
 def _completed_result(tokens: AsyncTokenStream | MergedStream) -> GenerateResult:

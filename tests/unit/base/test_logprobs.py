@@ -4,8 +4,8 @@ from array import array
 
 import pytest
 
-from moonpool.base.contracts import logprobs_from_proto, logprobs_to_proto
-from moonpool.base.logprobs import LogprobRows, Logprobs, TokenLogprobs
+from moonpool.base.contracts import are_logprobs_of, logprobs_from_proto, logprobs_to_proto
+from moonpool.base.logprobs import LogprobRows, Logprobs, PromptLogprobRows, TokenLogprobs
 
 
 def scores(*values: float, top: int = 2) -> Logprobs:
@@ -44,6 +44,20 @@ def test_rows_that_are_made_where_they_are_read() -> None:
         found[3]
 
 
+def test_rows_of_a_prompt_begin_with_none() -> None:
+    rows = (None, *scores(-0.5, -1.5).of([7, 8]))
+    found = PromptLogprobRows(LogprobRows([7, 8], scores(-0.5, -1.5)))
+    assert (len(found), tuple(found), found[0], found[1], found[-1], found[1:], found[::-1]) == (
+        3, rows, None, rows[1], rows[2], rows[1:], rows[::-1],
+    )  # fmt: skip
+    assert found == rows
+    assert found != rows[1:]
+    assert repr(rows[1]) in repr(found)
+    assert found.scores == 2 * (1 + 2)
+    with pytest.raises(IndexError):
+        found[3]
+
+
 @pytest.mark.parametrize("top", [0, 3])
 def test_parts_put_together_are_the_whole(top: int) -> None:
     whole, again = scores(-1.0, -2.0, -4.0, top=top), Logprobs()
@@ -58,6 +72,7 @@ def test_through_the_contract(top: int) -> None:
     whole = scores(-1.0, -2.0, top=top)
     assert logprobs_from_proto(logprobs_to_proto(whole)) == whole
     assert whole.consistent
+    assert [are_logprobs_of(logprobs_to_proto(whole), tokens) for tokens in (1, 2, 3)] == [False, True, False]
 
 
 def test_columns_that_do_not_fit() -> None:
@@ -65,3 +80,12 @@ def test_columns_that_do_not_fit() -> None:
         message = logprobs_to_proto(scores(-1.0, -2.0))
         del getattr(message, column)[-1]
         assert not logprobs_from_proto(message).consistent
+        assert not are_logprobs_of(message, 2)
+
+
+def test_no_token_has_no_log_probabilities() -> None:
+    assert are_logprobs_of(logprobs_to_proto(Logprobs()), 0)
+    likely = logprobs_to_proto(Logprobs())
+    likely.top_token_ids.append(7)
+    likely.top_logprobs.append(-1.0)
+    assert not are_logprobs_of(likely, 0)

@@ -21,6 +21,7 @@ from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.staged import StagedDevice
+from moonpool.engine.sampling.captured import MAX_ENDS
 from moonpool.engine.sampling.sampler import NOT_FINITE
 from tests.unit.engine.test_devices import FEW, Rig, ids, rig
 
@@ -182,19 +183,36 @@ def test_a_run_that_is_stopped_late_ends_with_the_step_under_way(
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_run_that_is_aborted_leaves_its_blocks(model: StageModel, expected: Tokens, seed: int) -> None:
+def test_a_run_that_is_aborted_ends_behind_the_step_under_way(model: StageModel, expected: Tokens, seed: int) -> None:
     with rig(model, Counted(seed), graphs=True) as tested:
         tokens = run(tested, prompts(), 3)
         assert tested.runner.run(Step(50, tuple(later(tokens)), steps=9))
         tested.gates.abort(50)
+        assert tested.runner.go_on()
         assert not tested.runner.go_on()
-        first, last = told(tested)
-        assert (first.aborted, last.aborted, last.sampled) == (False, True, ())
-        tokens.append(first.sampled)
-        goes_on = tested.runner.run(Step(51, tuple(later(tokens)), steps=STEPS - 4))
+        *done, last = told(tested)
+        assert [event.aborted for event in done] == [False, False]
+        assert (last.aborted, last.sampled) == (True, ())
+        tokens += [event.sampled for event in done]
+        goes_on = tested.runner.run(Step(51, tuple(later(tokens)), steps=STEPS - 5))
         while goes_on:
             goes_on = tested.runner.go_on()
         assert tokens + [event.sampled for event in told(tested)] == expected
+
+
+def test_the_host_chooses_the_tokens_of_rows_with_more_ends_than_graphs_know(
+    model: StageModel, expected: Tokens
+) -> None:
+    """So the host knows the end before it gives a further step."""
+    device, (end, token) = Counted(1), end_of(expected, 5)
+    others = {number for number in range(3, 200) if number not in {tokens[0] for tokens in expected}}
+    with rig(model, device, graphs=True) as tested:
+        tokens = run(tested, prompts(), 3)
+        device.replays = 0
+        first, *rest = later(tokens)
+        ending = replace(first, end_token_ids=frozenset({token, *sorted(others)[:MAX_ENDS]}))
+        assert run(tested, [ending, *rest], STEPS - 3) == expected[3 : end + 1]
+        assert device.replays == end + 1 - 3
 
 
 def test_a_row_without_finite_logits_ends_the_run_and_the_others_have_their_tokens(

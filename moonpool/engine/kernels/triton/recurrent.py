@@ -34,13 +34,15 @@ class StatePlaces:
     """Where the states of a step's sequences lie, on the device; row `first` of the step is computed as row 0."""
 
     pool: Tensor  # [slots, elements] float32, slots apart
-    before: Tensor  # [S, elements] float32: takes the states before the step
+    before: Tensor  # [S, elements] float32: takes the states before the step, or what a convolution needs of them
     starts: Tensor  # [S + 1] int32: rows of sequence s are starts[s] .. starts[s + 1]
     lengths: Tensor  # [S] int32: tokens with the step's
     tables: Tensor  # [S, max_blocks] int32: each block's slot
     slots: Tensor  # [rows of the step] int64: the slot of each row's block; -1: the state is not kept
     block_size: int
     first: int = 0
+    keep: bool = True
+    """Whether the scan's states before the step are wanted, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +103,15 @@ def scan(
     shape: ScanShape,
     out: Tensor,  # [T, heads * value_dim], contiguous
     *,
-    singles: int,
+    singles: int | None,
 ) -> None:
-    """Write each row's result, and states behind blocks; `singles`: sequences with one row."""
+    """Write each row's result, and states behind blocks; `singles`: sequences with one row, if the host knows."""
     sequences = places.lengths.shape[0]
     key_dim, value_dim = max(padded(shape.key_dim), 16), max(padded(shape.value_dim), 16)
     decay, step = decay.contiguous(), None if step is None else step.contiguous()
     fine = decay.dim() == 3
-    for one_row, count in ((True, singles), (False, sequences - singles)):
+    counts = (1, 1) if singles is None else (singles, sequences - singles)
+    for one_row, count in zip((True, False), counts, strict=True):
         if not count or not mixed.shape[0]:
             continue
         elements, warps = _ONE_ROW if one_row else _ROWS
@@ -122,7 +125,7 @@ def scan(
             KEY_DIM=shape.key_dim, PADDED_KEY=key_dim, VALUE_DIM=shape.value_dim, WIDTH=width,
             QUERIES=shape.queries, KEYS=shape.keys, VALUES=shape.values, DELTA=shape.delta,
             SCALED=shape.scaled, FINE=fine,
-            ONE_ROW=one_row, ROWS=1 if one_row else CHUNK, BLOCK_SIZE=places.block_size,
+            ONE_ROW=one_row, ROWS=1 if one_row else CHUNK, BLOCK_SIZE=places.block_size, KEEP=places.keep,
             PRECISION="tf32x3" if limits_of(mixed.device).thirds else "ieee", WIDE=code.INTERPRETED,
             enable_fp_fusion=False, num_warps=warps, num_stages=1,
         )  # fmt: skip
@@ -164,8 +167,9 @@ def _convolve(
     # The state is copied first: a slot may be written while later rows still need the state before the step.
     own = before + seq.to(tl.int64) * before_stride + channel * (TAPS - 1)
     for tap in tl.static_range(TAPS - 1):
-        kept = tl.load(pool + source * pool_stride + channel * (TAPS - 1) + tap, mask=inside, other=0.0)
-        tl.store(own + tap, tl.where(position > 0, kept, 0.0), mask=inside)
+        kept = pool + source * pool_stride + channel * (TAPS - 1) + tap
+        begun = channel < tl.where(position > 0, channels, 0)
+        tl.store(own + tap, tl.load(kept, mask=begun, other=0.0), mask=inside)
     tl.debug_barrier()
     for at in range(0, count, ROWS):
         row = at + tl.arange(0, ROWS)
@@ -192,6 +196,13 @@ def _convolve(
             total = total / (1.0 + tl.exp(-total))
         to = out + (begin + row).to(tl.int64)[:, None] * channels + channel[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _keep(to, state, mask, KEEP: tl.constexpr):
+    """Write a state, if it is wanted."""
+    if KEEP:
+        tl.store(to, state, mask=mask)
 
 
 @triton.jit
@@ -265,7 +276,8 @@ def _scan(
     KEY_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr,
     FINE: tl.constexpr,
-    ONE_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    ONE_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Scan WIDTH value elements of a head over a sequence's rows; grid (sequences, heads, parts of values).
 
@@ -284,9 +296,9 @@ def _scan(
     is_value = value < VALUE_DIM
     in_state = is_key[:, None] & is_value[None, :]
     part = offset + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
-    state = tl.load(pool + source * pool_stride + part, mask=in_state, other=0.0)
-    state = tl.where(position > 0, state, 0.0)
-    tl.store(before + seq.to(tl.int64) * before_stride + part, state, mask=in_state)
+    begun = is_key[:, None] & (value < tl.where(position > 0, VALUE_DIM, 0))[None, :]
+    state = tl.load(pool + source * pool_stride + part, mask=begun, other=0.0)
+    _keep(before + seq.to(tl.int64) * before_stride + part, state, in_state, KEEP)
     key_head = head % key_heads if IN_TURN else head // SHARE
     rows = tl.arange(0, ROWS)
     length = position + count

@@ -82,6 +82,7 @@ class Runner:
         batch.context_lens -= dropped
         hidden = batch.token_ids
         for stage in self.stages:
+            stage.undo.begin()
             own = slice(stage.layer_begin, stage.layer_end)
             scales = None if self.scales is None else self.scales[own]
             hidden = stage.forward(hidden, batch, self.pool[own], scales=scales)

@@ -1,6 +1,7 @@
 """Recurrent layers in Triton against plain torch. Run by test_interpreter.py and test_gpu.py."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -43,14 +44,17 @@ def computed(
     pool: Tensor,
     *,
     deterministic: bool = False,
+    captured: bool = False,
 ) -> tuple[Tensor, Tensor, StateUndo]:
-    """The layer's result, the pool behind it, and what takes the step back."""
+    """The layer's result, the pool behind it, and what takes the step back; `captured`: nothing does."""
     monkeypatch.setenv(VARIABLE, way)
     pool, undo = pool.clone(), StateUndo()
+    batch = replace(batch, most_context=64 if captured else None)
     kv = pool.view(len(pool), 1, 1, 1, -1)
     angles = torch.stack((batch.positions.cos(), batch.positions.sin())).to(rows.dtype)
     turns = [each[:, None].expand(-1, 8).contiguous() for each in angles]
-    found = weights(rows, batch, kv, undo, (turns[0], turns[1]), deterministic=deterministic)
+    kept = None if captured else undo
+    found = weights(rows, batch, kv, kept, (turns[0], turns[1]), deterministic=deterministic)
     return found, pool, undo
 
 
@@ -98,6 +102,34 @@ def test_a_prompt_in_chunks_has_the_states_of_the_whole(monkeypatch: pytest.Monk
         found.append(part_found)
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pool, behind, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences", "deterministic"),
+    [
+        ("gated_delta", [(5, 12), (1, 21)], False),
+        ("short_conv", [(5, 12), (1, 0)], False),
+        ("mamba2", [(1, 21), (1, 0), (1, 15)], True),
+        *slowly(*((kind, SEQUENCES, False) for kind in ("gated_delta", "mamba2", "lightning", "kimi_delta"))),
+    ],
+)
+def test_captured_work_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sequences: Sequence[tuple[int, int]], *, deterministic: bool
+) -> None:
+    """It does not know the lengths, and keeps no states; padding has no slots."""
+    rng, spec = generator(), SPECS[kind]
+    weights, batch = random_layer(spec, HIDDEN, torch.float32, DEVICE, rng), batch_of(sequences)
+    rows = torch.randn((batch.num_tokens, HIDDEN), generator=rng).to(DEVICE)
+    pool = states(spec, batch, rng)
+    expected, behind, _ = computed(monkeypatch, "triton", weights, batch, rows, pool, deterministic=deterministic)
+    found, own, _ = computed(
+        monkeypatch, "triton", weights, batch, rows, pool, deterministic=deterministic, captured=True
+    )
+    assert torch.equal(found, expected)
+    assert torch.equal(own, behind)
+    padded = replace(batch, slot_ids=torch.full_like(batch.slot_ids, -1))
+    _, own, _ = computed(monkeypatch, "triton", weights, padded, rows, pool, captured=True)
+    assert torch.equal(own, pool)
 
 
 @pytest.mark.parametrize("kind", slowly(("gated_delta",)))
