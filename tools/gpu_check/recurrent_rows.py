@@ -1,6 +1,5 @@
 """Rows of `kernel_speed` of recurrent layers: a layer by kernels beside the same layer in plain torch."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -10,11 +9,10 @@ from torch import Tensor
 from benchmarks.ceilings import On
 from benchmarks.frame import Row
 from moonpool.base.families.spec import RecurrentSpec
-from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.weights.linear import Linear
-from tools.gpu_check.kernel_rows import beside_reference
+from tools.gpu_check.kernel_rows import beside_reference, in_torch
 
 SPECS = {
     "Qwen3-Next": RecurrentSpec("gated_delta", 4, heads=32, key_heads=16, key_dim=128, value_dim=128),
@@ -39,18 +37,7 @@ def recurrent_rows(
         for sequences, rows, before in batches:
             call = _step(on, layer, sequences, rows, before, rng)
             title = f"GPU recurrent layer, {name}, {sequences} sequences of {rows} rows"
-            yield beside_reference(on, title, call, partial(_in_torch, call))
-
-
-def _in_torch(call: Callable[[], Tensor]) -> Tensor:
-    had = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "reference"
-    try:
-        return call()
-    finally:
-        del os.environ[VARIABLE]
-        if had is not None:
-            os.environ[VARIABLE] = had
+            yield beside_reference(on, title, call, partial(in_torch, call))
 
 
 def _step(
