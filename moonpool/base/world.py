@@ -1,4 +1,4 @@
-"""What a process takes from outside: time, random numbers, threads, gRPC connections and its own machine use.
+"""What a process takes from outside: time, random numbers, threads, connections and its own machine use.
 
 Services, streams, clients and stores take them from here alone. `CURRENT` is the real world unless the running
 `contextvars` context has another: tests run the services on a virtual clock, in one process (`tests/world`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -122,7 +123,7 @@ class Processes:
 
 
 class Network(Protocol):
-    """Both ends of gRPC connections. An `address` is "host:port"."""
+    """Both ends of connections. An `address` is "host:port"."""
 
     def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
         """Return a new server, which listens nowhere yet."""
@@ -132,6 +133,10 @@ class Network(Protocol):
         self, address: str, options: Options, credentials: grpc.ChannelCredentials | None = None
     ) -> grpc.aio.Channel:
         """Return a new channel, which connects on first use; in plaintext without `credentials`."""
+        ...
+
+    def tcp_socket(self, family: int) -> socket.socket:
+        """Return a new socket for the running event loop; it does not block."""
         ...
 
 
@@ -151,6 +156,11 @@ class GrpcNetwork:
         if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, credentials, options=options)
+
+    def tcp_socket(self, family: int) -> socket.socket:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        return sock
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +231,11 @@ def this_process() -> str:
 def waited_s(process: str) -> float:
     """Seconds in which a process on this machine was ready to run but had no processor, by name."""
     return CURRENT.get().processes.waited_s(process)
+
+
+def tcp_socket(family: int) -> socket.socket:
+    """A new socket for the running event loop; it does not block."""
+    return CURRENT.get().network.tcp_socket(family)
 
 
 def thread_pool(workers: int, name: str) -> Executor:

@@ -59,7 +59,6 @@ class HttpConnection(HttpToolsProtocol):
     _lingers = False
     _in_head = False
     _in_message = False
-    _head_bytes = 0
     _message_began = 0.0
     _unparsed_bytes = 0
     _body_pieces = 0
@@ -138,22 +137,9 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_message = self._in_head = True
         self._message_began = self.loop.time()
-        self._head_bytes = self._unparsed_bytes = self._body_pieces = 0
+        self._unparsed_bytes = self._body_pieces = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests at once")
-
-    def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
-        super().on_header(name, value)
-
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > 2 * MAX_HEAD_BYTES:  # `RequestEnvelope` refuses smaller heads with a JSON body
-            raise ValueError("the head is too large")
 
     def on_headers_complete(self) -> None:
         hosts = sum(name == b"host" for name, _ in self.headers)

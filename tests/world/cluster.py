@@ -28,6 +28,8 @@ from moonpool.cli.check import GaugeReading, describe
 from moonpool.conductor import service as conductor
 from moonpool.conductor.config import ConductorConfig
 from moonpool.engine.emulated.kv import continuation, token_seed
+from moonpool.engine.remote import process as remote_stage
+from moonpool.engine.remote.config import StageConfig
 from moonpool.engine.roles import process as engines
 from moonpool.kvstore import service as kvstore
 from moonpool.kvstore.config import KVStoreConfig
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 MODEL = str(model_dir())
 _CONFIG = load_config(model_dir())
 PROFILE = "llama-70b-a800"
-CONDUCTOR_PORT, STORE_PORT = 10_001, 10_002
+CONDUCTOR_PORT, STORE_PORT, STAGES_PORT = 10_001, 10_002, 10_003
 """The same in each life of a process; engines have another port in each."""
 SETTLE_S = 2.0
 """From the start of the last service until requests come."""
@@ -69,6 +71,7 @@ KINDS: dict[str, tuple[Serve, Any]] = {
     "kvstore": (kvstore.serve, KVStoreConfig),
     "prefill": (engines.serve, engines.PrefillProcessConfig),
     "decode": (engines.serve, engines.DecodeProcessConfig),
+    "stage": (remote_stage.serve, StageConfig),
 }
 
 
@@ -157,14 +160,17 @@ class Service:
 
     Attributes:
         disk: of a kvstore; None: the kvstore has DRAM alone.
-        stages: of the engine in this life, if a checkpoint's own engine computes.
+        stages: processes of the engine in this life, if a checkpoint's own engine computes; those on this host.
+        leader: of a stage on a host of its own the instance with the first stages; "" of other services.
         kind_now: role of an engine that has changed roles; a test that changes them says so.
         journals: folder in which each life's core keeps a journal; None: none is kept.
     """
 
-    def __init__(self, simulation: Simulation, name: str, flags: Sequence[str], *, computes: bool = False) -> None:
+    def __init__(
+        self, simulation: Simulation, name: str, flags: Sequence[str], *, computes: bool = False, leader: str = ""
+    ) -> None:
         """`computes`: whether the checkpoint's own engine computes."""
-        self.name = name
+        self.name, self.leader = name, leader
         self._simulation = simulation
         self._flags = [*flags, "--id", name]
         self._computes = computes
@@ -221,7 +227,11 @@ class Service:
             layer = self.disk.files
             flags += ["--data-dir", str(self.disk.path)]
             parts["files"] = lambda _: layer
-        if self._computes:
+        if self.leader:
+            from tests.world.engine import HostedStages
+
+            parts["processes"] = HostedStages(decode=self.leader.startswith("decode"), begun=self._engine_begun)
+        elif self._computes:
             from tests.world.engine import start_stages  # torch takes seconds to import
 
             parts["start"] = partial(start_stages, decode=self.kind == "decode", begun=self._engine_begun)
@@ -274,7 +284,10 @@ async def _awaited(service: Awaitable[None]) -> None:
 
 
 class Cluster:
-    """Services by name: "conductor-0", "kvstore-0", "prefill-0", "decode-0", ... Each is on a host of its own."""
+    """Services by name: "conductor-0", "kvstore-0", "prefill-0", "decode-0", ... Each is on a host of its own.
+
+    A "stage-0" is a pipeline stage of one of the others.
+    """
 
     def __init__(
         self,
@@ -283,11 +296,14 @@ class Cluster:
         flags: Mapping[str, Sequence[str]],
         profile: str = PROFILE,
         checkpoint: Path | None = None,
+        hosts: Mapping[str, int] | None = None,
     ) -> None:
         """Take how many of each kind, a kind's flags beside the usual ones, and the profile of all engines.
 
-        With a `checkpoint` its own engine computes, in place of the profile's.
+        With a `checkpoint` its own engine computes, in place of the profile's. Of the instances in `hosts` so many
+        stages are on hosts of their own; these instances have one stage more.
         """
+        hosts = hosts or {}
         self.addresses = [f"10.0.0.{1 + number}:{CONDUCTOR_PORT}" for number in range(counts.get("conductor", 1))]
         model = MODEL if checkpoint is None else str(checkpoint)
         computed = ["--dtype", "float32", "--set", "threads=1", "--set", "core_share=0"]
@@ -300,7 +316,8 @@ class Cluster:
             "decode": engine,
         }
         self.services: dict[str, Service] = {}
-        for kind in KINDS:
+        joins = list[tuple[str, str, int]]()
+        for kind in usual:
             for number in range(counts.get(kind, 1)):
                 if kind == "conductor":
                     own = ["--listen", self.addresses[number]]
@@ -311,12 +328,29 @@ class Cluster:
                 name = f"{kind}-{number}"
                 computes = checkpoint is not None and kind in ("prefill", "decode")
                 parts = [*usual[kind], *own, *flags.get(kind, ())]
+                if remote := hosts.get(name, 0):
+                    listen = f"10.0.0.{1 + len(self.services)}:{STAGES_PORT}"
+                    settings = (
+                        f"nnodes={remote + 1}",
+                        f"pipeline_parallel_size={remote + 1}",
+                        f"stages_listen={listen}",
+                    )
+                    parts += [part for setting in settings for part in ("--set", setting)]
+                    joins += [(name, listen, rank) for rank in range(1, remote + 1)]
                 self.services[name] = Service(simulation, name, parts, computes=computes)
+        for number, (leader, address, rank) in enumerate(joins):
+            parts = ["--model", model, "--leader", address, "--node-rank", str(rank), "--threads", "1"]
+            parts += ["--listen", f"10.0.0.{1 + len(self.services)}:0"]
+            self.services[f"stage-{number}"] = Service(simulation, f"stage-{number}", parts, leader=leader)
 
     async def start(self) -> None:
         """Start all services, conductors first, and let them join."""
+        stages = [service for service in self.services.values() if service.leader]
+        for stage in stages:  # which wait for their leaders
+            stage.begin()
         for service in self.services.values():
-            await service.start()
+            if service not in stages:
+                await service.start()
         await asyncio.sleep(SETTLE_S)
 
     async def gauges(self, *names: str) -> list[GaugeReading]:
@@ -326,7 +360,7 @@ class Cluster:
             MoonpoolError: a service does not answer.
         """
         found: list[GaugeReading] = []
-        for name in names or self.services:
+        for name in names or [name for name, service in self.services.items() if not service.leader]:
             service = self.services[name]
             channel = world.CURRENT.get().network.channel(service.address, ())
             for gauge in (await rpc(STATS[service.kind_now](channel))).gauges:

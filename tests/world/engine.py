@@ -2,7 +2,8 @@
 
 The engine is `ProcessEngine`; the processes of its stages are `Stage` objects in the process that runs all nodes.
 Layers, sampling, masks and runs are the real ones, and messages are the bytes of the channel. Further ranks of a stage
-are `FurtherRank` objects; each computes on a thread while the stage's first rank does.
+are `FurtherRank` objects; each computes on a thread while the stage's first rank does. A stage on another host is begun
+there (`HostedStages`), by the host's own program.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import itertools
 import os
 import pickle
+import queue
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,27 +35,38 @@ from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
     AbortStageStep,
+    BlocksFetched,
     DropSequence,
     EngineSpec,
+    FetchBlocks,
+    Footprint,
+    HiddenStates,
+    KVLoaded,
+    LoadKV,
     OpenKVGateMessage,
     Shutdown,
     StageDone,
     StageEvent,
+    StageSpec,
     StageTokens,
     StopRunMessage,
     WorkerFailed,
+    WorkerReady,
 )
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.loader import load_stage, torch_dtype
 from moonpool.engine.models.tensor_reader import KeptWeights
 from moonpool.engine.parallel.page import RankPage
 from moonpool.engine.parallel.ranks import Ranks
+from moonpool.engine.pipeline import ChannelLinks
 from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
-from moonpool.engine.start_engine import rank_page
+from moonpool.engine.remote.stage_host import StageProcesses
+from moonpool.engine.start_engine import RemoteStages, rank_page
+from moonpool.engine.start_listener import NO_LISTENER
 from moonpool.engine.structured_output import MaskBuilder
-from moonpool.engine.worker_process import WorkerProcess
+from moonpool.engine.worker_process import Worker, WorkerProcess
 
 SPEEDS = Speeds(
     prefill_base_s=0.01,
@@ -65,6 +78,7 @@ SPEEDS = Speeds(
 )
 LENGTH_BYTES = 4
 """Of a message's length, before the message."""
+FOOTPRINT = Footprint(0, 0, 0, 0, 0)
 REAL_S = 60.0
 """Longest wait of a thread for the other ranks, which compute at the same time."""
 KILLED = -9
@@ -111,8 +125,56 @@ class VirtualLinks:
             self.after.came.set()
         self._given.clear()
 
+    def take(self, message: HiddenStates) -> None:
+        raise AssertionError("hidden states are no messages here")
+
     def flush(self) -> None:
         """Everything sent will be received."""
+
+
+class MessageLinks:
+    """Satisfies `Links`: hidden states come and go as messages, where a stage is on another host."""
+
+    def __init__(self, spec: StageSpec, emit: Callable[[HiddenStates], None]) -> None:
+        self._first = spec.stage == 0
+        self._received = queue.Queue[HiddenStates]()
+        self._came = asyncio.Event()
+        self._given: list[HiddenStates] = []
+        self._emit = emit
+        engine, config = spec.engine, load_config(Path(spec.engine.checkpoint))
+        self._links = ChannelLinks(
+            spec.stage, engine.stages, self._received, None if spec.rank else self._given.append,
+            hidden_size=config.hidden_size, dtype=torch_dtype(engine.dtype), timeout_s=0.0,
+        )  # fmt: skip
+
+    def take(self, message: HiddenStates) -> None:
+        """Take what the stage before has sent."""
+        self._received.put(message)
+        self._came.set()
+
+    async def ready(self) -> None:
+        """Wait for the stage before."""
+        while not self._first and self._received.empty():
+            self._came.clear()
+            await self._came.wait()
+
+    def receive(self, step_id: int, rows: int) -> torch.Tensor | None:
+        return self._links.receive(step_id, rows)
+
+    def send(self, step_id: int, hidden: torch.Tensor | None) -> None:
+        self._links.send(step_id, hidden)
+
+    def deliver(self) -> None:
+        """Hand on what was sent."""
+        for message in self._given:
+            self._emit(message)
+        self._given.clear()
+
+    def flush(self) -> None:
+        """Everything sent will be received."""
+
+
+AnyLinks = VirtualLinks | MessageLinks
 
 
 class Rank:
@@ -124,14 +186,14 @@ class Rank:
         status: of a process that has ended.
     """
 
-    def __init__(self, pid: int, stage: int, rank: int, ranks: int) -> None:
+    def __init__(self, pid: int, spec: StageSpec) -> None:
         self.pid, self.slowdown = pid, 1.0
         self.status: int | None = None
         self.runs = asyncio.Event()
         self.runs.set()
         self._told = asyncio.StreamReader()
         channel = AsyncChannel(self._told, cast("asyncio.StreamWriter", self))
-        self.worker = WorkerProcess(stage, self, channel, rank, alone=ranks == 1)
+        self.worker = WorkerProcess(spec.stage, self, channel, spec.rank, alone=spec.engine.ranks == 1)
 
     def poll(self) -> int | None:
         return self.status
@@ -163,11 +225,19 @@ class Rank:
         self.status = status
         self._told.feed_eof()
 
-    def tell(self, event: StageEvent | WorkerFailed) -> None:
+    def tell(self, event: StageEvent | HiddenStates | WorkerReady | WorkerFailed) -> None:
         self._told.feed_data(encode(event))
 
     def write(self, data: bytes) -> None:
         """Take an order."""
+        self.obey(pickle.loads(data[LENGTH_BYTES:]))
+
+    def obey(self, message: Any) -> None:
+        """Do what an order says, or begin to."""
+        if isinstance(message, StageSpec):
+            self.tell(WorkerReady(0.0, 0, FOOTPRINT, "in a virtual world"))
+        elif isinstance(message, LoadKV) and message.number:
+            self.tell(KVLoaded(message.number, self.worker.stage))
 
     def is_closing(self) -> bool:
         return self.status is not None
@@ -183,12 +253,19 @@ class FurtherRank(Rank):
     """A rank that is not its stage's first. It computes when the first does, and is told all that the first is."""
 
     def __init__(
-        self, pid: int, stage: int, ranks: Ranks, runner: Callable[[Ranks, list[StageEvent]], StageRunner]
+        self, pid: int, spec: StageSpec, links: AnyLinks, runner: StageRunner, emitted: list[StageEvent]
     ) -> None:
-        super().__init__(pid, stage, ranks.rank, ranks.ranks)
-        self.emitted: list[StageEvent] = []
-        self.runner = runner(ranks, self.emitted)
+        super().__init__(pid, spec)
+        self._links, self.runner, self.emitted = links, runner, emitted
         self.threads = ThreadPoolExecutor(1)
+
+    def obey(self, message: Any) -> None:
+        if isinstance(message, HiddenStates):
+            self._links.take(message)
+        elif isinstance(message, FetchBlocks):
+            self.tell(BlocksFetched(message.number, self.worker.stage))
+        else:
+            super().obey(message)
 
     def end_with(self, status: int) -> None:
         super().end_with(status)
@@ -204,35 +281,28 @@ class Stage(Rank):
         further: the stage's other ranks.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        number: int,
-        part: PoolPart,
-        links: Sequence[VirtualLinks],
-        ranks: Sequence[Ranks],
-        *,
-        decode: bool,
-    ) -> None:
-        """Take links and views of the stage's page, for each rank; of one rank there is no page."""
-        super().__init__(number * spec.ranks + 1, number, 0, spec.ranks)
-        self._spec, self._links, self._decode = spec, links, decode
-        self._end = part.layer_end
+    def __init__(self, spec: StageSpec, memory: int, page: int, chain: Sequence[AnyLinks], *, decode: bool) -> None:
+        """Take descriptors as a process inherits them, and links for each rank; none: hidden states are messages."""
+        engine = spec.engine
+        super().__init__(spec.stage * engine.ranks + 1, spec)
+        self._spec, self._decode = engine, decode
+        specs = [replace(spec, rank=rank) for rank in range(engine.ranks)]
+        self._links = list(chain) or [MessageLinks(each, self.tell) for each in specs]
+        self._end = spec.layer_end
         self._gates = KVGates()
         self._opened: dict[int, int] = {}
         """Highest open gate, by step."""
         self._aborted: set[int] = set()
         self._changed = asyncio.Event()
-        self._orders: asyncio.Queue[Step | Shutdown] = asyncio.Queue()
+        self._orders: asyncio.Queue[Step | FetchBlocks | Shutdown] = asyncio.Queue()
         self._emitted: list[StageEvent] = []
-        own = ranks[0] if ranks else None
-        self._runner = _runner(spec, number, part, self._gates, links[0], self._emitted.append, own)
-
-        def further(ranks: Ranks, emitted: list[StageEvent]) -> StageRunner:
-            return _runner(spec, number, part, KVGates(), links[ranks.rank], emitted.append, ranks)
-
-        self.further = [FurtherRank(self.pid + each.rank, number, each, further) for each in ranks[1:]]
-        self._task = asyncio.create_task(self._work(), name=f"stage {number}")
+        self._runner = _runner(specs[0], memory, page, self._gates, self._links[0], self._emitted.append)
+        self.further: list[FurtherRank] = []
+        for each, links in zip(specs[1:], self._links[1:], strict=True):
+            emitted: list[StageEvent] = []
+            runner = _runner(each, memory, page, KVGates(), links, emitted.append)
+            self.further.append(FurtherRank(self.pid + each.rank, each, links, runner, emitted))
+        self._task = asyncio.create_task(self._work(), name=f"stage {spec.stage}")
 
     def kill(self) -> None:
         super().kill()
@@ -240,8 +310,7 @@ class Stage(Rank):
 
     # --- what a channel writes to ----------------------------------------------------------------------------------
 
-    def write(self, data: bytes) -> None:
-        message = pickle.loads(data[LENGTH_BYTES:])
+    def obey(self, message: Any) -> None:
         match message:
             case OpenKVGateMessage():
                 self._gates.open(message.step_id, message.layer)
@@ -252,8 +321,12 @@ class Stage(Rank):
                 self._gates.stop_run(message.step_id, urgent=message.urgent)
             case AbortStageStep():
                 self._abort(message.step_id)
-            case Step() | Shutdown():
+            case HiddenStates():
+                self._links[0].take(message)
+            case Step() | FetchBlocks() | Shutdown():
                 self._orders.put_nowait(message)
+            case StageSpec() | LoadKV():
+                super().obey(message)
             case _:
                 raise AssertionError(f"a stage does not know {message}")
         self._changed.set()
@@ -265,8 +338,11 @@ class Stage(Rank):
 
     async def _work(self) -> None:
         try:
-            while isinstance(order := await self._orders.get(), Step):
-                await self._run(order)
+            while not isinstance(order := await self._orders.get(), Shutdown):
+                if isinstance(order, Step):
+                    await self._run(order)
+                else:
+                    self.tell(BlocksFetched(order.number, self.worker.stage))
         except Exception as error:
             self.tell(WorkerFailed(f"{type(error).__name__}: {error}"))
             self.end_with(1)
@@ -358,27 +434,22 @@ def _computed(runner: StageRunner, step: Step | None) -> bool:
 
 
 def _runner(
-    spec: EngineSpec,
-    number: int,
-    part: PoolPart,
-    gates: KVGates,
-    links: VirtualLinks,
-    emit: Callable[..., None],
-    ranks: Ranks | None,
+    spec: StageSpec, memory: int, page: int, gates: KVGates, links: AnyLinks, emit: Callable[..., None]
 ) -> StageRunner:
     """As a worker makes it."""
-    folder = Path(spec.checkpoint)
+    engine, begin, end = spec.engine, spec.layer_begin, spec.layer_end
+    folder = Path(engine.checkpoint)
     config = load_config(folder)
     torch.set_num_threads(1)
-    dtype, kept = torch_dtype(spec.dtype), KeptWeights(spec.quantization, spec.int8_head)
-    begin, end = part.layer_begin, part.layer_end
-    model = load_stage(folder, config, dtype, begin, end, deterministic=spec.deterministic, kept=kept, ranks=ranks)
-    own = PoolPart.attach(os.dup(part.fd), spec.layout, spec.blocks, begin, end, spec.slots)
+    ranks = Ranks(RankPage(page, spec.rank, engine.ranks, REAL_S)) if engine.ranks > 1 else None
+    dtype, kept = torch_dtype(engine.dtype), KeptWeights(engine.quantization, engine.int8_head)
+    model = load_stage(folder, config, dtype, begin, end, deterministic=engine.deterministic, kept=kept, ranks=ranks)
+    own = PoolPart.attach(os.dup(memory), engine.layout, engine.blocks, begin, end, engine.slots)
     platform = stage_platform(None, own, _raise, ranks=ranks)
     masks: MaskBuilder | None = None
     if model.is_last and (ranks is None or ranks.first):
-        masks = MaskBuilder(lambda: tokenizer_of(spec.checkpoint), config.vocab_size, config.eos_token_ids)
-    return StageRunner(number, model, platform, links, gates, emit, spec.gate_timeout_s, masks)
+        masks = MaskBuilder(lambda: tokenizer_of(engine.checkpoint), config.vocab_size, config.eos_token_ids)
+    return StageRunner(spec.stage, model, platform, links, gates, emit, engine.gate_timeout_s, masks)
 
 
 def _raise(error: BaseException) -> None:
@@ -397,29 +468,61 @@ def _chain(stages: int) -> list[VirtualLinks]:
     return [VirtualLinks(*ends) for ends in itertools.pairwise(between)]
 
 
+class HostedStages(StageProcesses):
+    """The processes of a stage on a host. `begun` gets them, rank by rank, when the first one begins."""
+
+    def __init__(self, *, decode: bool, begun: Callable[[Sequence[Rank]], None]) -> None:
+        self._decode, self._begun = decode, begun
+        self._processes: Sequence[Rank] = ()
+
+    async def start(self, spec: StageSpec, memory: int, page: int) -> WorkerProcess:
+        if spec.rank == 0:
+            first = Stage(spec, memory, page, (), decode=self._decode)
+            self._processes = [first, *first.further]
+            self._begun(self._processes)
+        return self._processes[spec.rank].worker
+
+    def stopped(self, worker: WorkerProcess) -> bool:
+        return not self._processes[worker.rank].runs.is_set()
+
+
 @asynccontextmanager
 async def start_stages(
-    spec: EngineSpec, *, decode: bool, begun: Callable[[Sequence[Rank]], None], **_: Any
+    spec: EngineSpec,
+    *,
+    decode: bool,
+    begun: Callable[[Sequence[Rank]], None],
+    remote: RemoteStages | None = None,
+    **_: Any,
 ) -> AsyncIterator[ProcessEngine]:
-    """As `start_engine`. `begun` gets the processes, stage by stage and rank by rank."""
+    """As `start_engine`. `begun` gets the processes of this host, stage by stage and rank by rank."""
     memory = PoolMemory(spec.stage_layers)
     try:
         memory.make(spec.layout, spec.blocks, spec.slots)
-        assert memory.pool is not None
+        others = [] if remote is None else await remote.joined(spec, NO_LISTENER)
         chains = [_chain(spec.stages) for rank in range(spec.ranks)]
         processes: list[Rank] = []
+        workers: list[Worker] = []
         with ExitStack() as pages:
-            for number, part in enumerate(memory.pool.parts):
+            for number, (begin, end) in enumerate(spec.stage_layers):
+                place = StageSpec(spec, number, 0, begin, end, "")
+                if number >= spec.stages - len(others):
+                    workers.append(others[number - spec.stages])
+                    workers[-1].channel.send(place)
+                    continue
                 page = rank_page(spec.ranks, pages)
-                views = [RankPage(page, rank, spec.ranks, REAL_S) for rank in range(spec.ranks) if spec.ranks > 1]
-                links = [chain[number] for chain in chains]
-                stage = Stage(spec, number, part, links, list(map(Ranks, views)), decode=decode)
+                links = () if others else [chain[number] for chain in chains]
+                stage = Stage(place, memory.files[number], page, links, decode=decode)
                 processes += [stage, *stage.further]
-        engine = ProcessEngine(spec, memory, [process.worker for process in processes])
-        engine.speeds = SPEEDS
-        engine.listen()
-        begun(processes)
+                for rank, process in enumerate((stage, *stage.further)):
+                    workers.append(process.worker)
+                    process.worker.channel.send(replace(place, rank=rank))
+        engine = ProcessEngine(spec, memory, workers)
         try:
+            await engine.ready(NO_LISTENER)
+            engine.speeds = SPEEDS
+            engine.listen()
+            begun(processes)
             yield engine
         finally:
             await engine.shutdown()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moonpool.base.errors import MoonpoolError
 from tests.faults.disturbances import Disturbances
 from tests.world.asks import FLOODS, Flood
 from tests.world.cluster import Cluster, Service, Simulation
@@ -36,6 +37,11 @@ SLOWER = 4.0, 20.0
 OF_STORES: tuple[FaultKind, ...] = ("lose power", "full disk", "broken disk", "no memory", "damaged disk")
 DISK_FAULTS: Mapping[FaultKind, DiskFault] = {"full disk": "full", "broken disk": "broken", "no memory": "no memory"}
 OF_LINKS: tuple[FaultKind, ...] = ("reset", "partition", "one way", "slow", "lossy")
+OF_HOSTS: tuple[FaultKind, ...] = ("starve", "stage stop")
+"""Faults for which an instance is lost if a stage is on a host of its own."""
+FORMING_S = 5.0
+"""A group that has lost a stage has formed again so long after the fault: the loss is noticed, and the leader begun."""
+LOOK_S = 0.25
 RECOVERY_S = 6.0
 """After a fault's end a service is as before within so long: it has joined all conductors, and is known to be well."""
 LONGEST_S, SKEW_S, JUMP_S = 4.0, 5.0, 600.0
@@ -78,6 +84,7 @@ class Faults:
         self._flood = flood
         self._drawn = random.Random(f"faults {simulation.seed}")
         self._side: list[asyncio.Task[None]] = []
+        self._leaders = sorted({service.leader for service in cluster.services.values()} - {""})
         self._busy: set[str] = set()
         """Services that have not been brought back."""
         self.told: list[str] = []
@@ -87,6 +94,7 @@ class Faults:
     async def run(self, now: Callable[[], float], until: float) -> None:
         """Inject faults until a time; returns when all services run again."""
         drawn = self._drawn
+        supervising = self._simulation.loop.create_task(self._supervise())
         while True:
             await asyncio.sleep(min(drawn.expovariate(1 / self._plan.gap_s), max(0.0, until - now())))
             if now() >= until:
@@ -98,13 +106,49 @@ class Faults:
                 continue
             self.counts[kind] = self.counts.get(kind, 0) + 1
             self.told.append(f"{now():.6f} {kind} {' '.join(names)} for {seconds:.2f} s")
-            if kind not in HARMLESS or self._sends_clients_away(kind, names):
-                hurt = _hurt_by_link(*names) if kind in OF_LINKS else names
-                self.disturbances.add(hurt, now(), now() + seconds + RECOVERY_S)
+            if kind not in HARMLESS or self._sends_clients_away(kind, names) or self._loses_a_stage(kind, names):
+                hurt = self._hurt_by_link(*names) if kind in OF_LINKS else list(map(self._leader_of, names))
+                forming_s = FORMING_S if self._leads(hurt) else 0.0
+                self.disturbances.add(hurt, now(), now() + seconds + RECOVERY_S + forming_s)
         while self._side:
             await asyncio.gather(*self._side)
             self._side = [task for task in self._side if not task.done()]
         self._simulation.network.heal()
+        if self._leaders:
+            await asyncio.sleep(FORMING_S)
+            for leader in self._leaders:
+                await self._cluster.services[leader].is_ready()
+            supervising.cancel()
+
+    async def _supervise(self) -> None:
+        """Begin anew each instance that has lost a stage of another host, as a supervisor does."""
+        while self._leaders:
+            await asyncio.sleep(LOOK_S)
+            for name in self._leaders:
+                service = self._cluster.services[name]
+                if service.task.done() and name not in self._busy:
+                    self._back(service, START_AGAIN_S, service.begin)
+
+    def _leader_of(self, name: str) -> str:
+        """The instance that a stage is of; others are their own."""
+        found = self._cluster.services.get(name)
+        return name if found is None or not found.leader else found.leader
+
+    def _leads(self, names: Sequence[str]) -> bool:
+        return any(name in self._leaders for name in names)
+
+    def _loses_a_stage(self, kind: FaultKind, names: Sequence[str]) -> bool:
+        """Whether a fault that is harmless elsewhere ends an instance with stages of other hosts."""
+        if kind == "stage stop":  # on the leader's host nobody looks
+            return self._leader_of(names[0]) != names[0]
+        return kind in OF_HOSTS and self._leads([self._leader_of(names[0])])
+
+    def _hurt_by_link(self, text: str, other: str) -> list[str]:
+        """Of two services that do not reach each other those without which requests that need both must do."""
+        if "stage" in (text.partition("-")[0], other.partition("-")[0]):
+            leaders = {self._leader_of(text), self._leader_of(other)}
+            return list(leaders) if len(leaders) == 1 else []
+        return _hurt_by_link(text, other)
 
     def _sends_clients_away(self, kind: FaultKind, names: Sequence[str]) -> bool:
         """Whether clients leave a starving conductor for another conductor, which may be disturbed itself."""
@@ -168,7 +212,8 @@ class Faults:
                 self._back(service, 0.0, lambda: None, self._drained(service))
             case "engine":
                 drawn.choice(service.stages).kill()
-                self._back(service, 0.0, lambda: None, self._restarted(service))
+                if not service.leader:  # a host of a stage stays
+                    self._back(service, 0.0, lambda: None, self._restarted(service))
             case "stage stop":
                 stage = drawn.choice(service.stages)
                 stage.stop()
@@ -213,7 +258,11 @@ class Faults:
             service.begin()
 
     async def _drained(self, service: Service) -> None:
-        await service.drain()
+        try:
+            await service.drain()
+        except MoonpoolError:
+            if service.name not in self._leaders:
+                raise
         service.begin()
 
     async def _restarted(self, service: Service) -> None:

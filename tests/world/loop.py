@@ -177,6 +177,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             future.set_exception(error)
         return future
 
+    async def sock_accept(self, sock: Any) -> Any:
+        return await sock.accept()
+
+    async def sock_connect(self, sock: Any, address: Any) -> None:
+        await sock.connect(address)
+
+    async def connect_accepted_socket(self, protocol_factory: Callable[[], Any], sock: Any, **_: Any) -> Any:
+        return sock.attach(protocol_factory)
+
+    async def create_connection(  # type: ignore[override]
+        self, protocol_factory: Callable[[], Any], *, sock: Any, **_: Any
+    ) -> Any:
+        return sock.attach(protocol_factory)
+
     def add_signal_handler(self, sig: int, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
         """Of the node whose code runs: each is a process of its own."""
         self._signals[NODE.get(), sig] = _NodeHandle(callback, args, self, None)

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from tests.world.loop import NODE, Node, VirtualTime, draws
+from tests.world.sockets import Address, MemorySocket
 
 EOF = grpc.aio.EOF
 LATENCY_S, JITTER_S = 0.0003, 0.0002
@@ -78,6 +79,8 @@ class Network:
         self._jitter_s = jitter_s
         self.servers: dict[str, MemoryServer] = {}
         self.calls: dict[_Call, None] = {}
+        self.sockets: dict[MemorySocket, None] = {}
+        self.listeners: dict[Address, MemorySocket] = {}
         self._time = time
         self._draws = draws(f"network {seed}")
         self._last: dict[tuple[str, str], float] = {}
@@ -92,21 +95,54 @@ class Network:
         self._channels += 1
         return MemoryChannel(self, address, f"c{self._channels}")
 
+    def tcp_socket(self, family: int) -> Any:
+        sock = MemorySocket(self, current_node())
+        self.sockets[sock] = None
+        return sock
+
     def port(self) -> int:
         self._ports += 1
         return self._ports
 
     def send(self, call: _Call, up: bool, deliver: Callable[..., object], *args: Any) -> None:
         """Deliver after the latency, in order on one connection, and as late as a fault of the link makes it."""
-        loop = asyncio.get_running_loop()
         connection = (call.channel.name, call.channel.address) if up else (call.channel.address, call.channel.name)
-        due = loop.time() + LATENCY_S + self._jitter_s * self._draws.expovariate(1.0)
-        if self._faults:
-            due = self._delayed(call, up, due)
-        due = max(due, self._last.get(connection, 0.0))
-        self._last[connection] = due
+        server = call.server or self.servers.get(call.channel.address)
+        link = None
+        if server is not None:
+            link = (call.client.name, server.node.name) if up else (server.node.name, call.client.name)
         data = args[0] if args and isinstance(args[0], bytes) else b""
         self.log.add(self._time.now, connection, deliver.__name__, call.method, data)
+        self._deliver(connection, link, 0.0, deliver, *args)
+
+    def carry(
+        self,
+        connection: tuple[str, str],
+        link: tuple[str, str],
+        what: str,
+        data: bytes,
+        deliver: Callable[[bytes], object],
+        *,
+        after_s: float = 0.0,
+    ) -> None:
+        """Deliver bytes of a TCP connection from one process to another, in order, sent after so many seconds."""
+        self.log.add(self._time.now, connection, what, "", data)
+        self._deliver(connection, link, after_s, deliver, data)
+
+    def _deliver(
+        self,
+        connection: tuple[str, str],
+        link: tuple[str, str] | None,
+        after_s: float,
+        deliver: Callable[..., object],
+        *args: Any,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + after_s + LATENCY_S + self._jitter_s * self._draws.expovariate(1.0)
+        if self._faults and link is not None:
+            due = self._delayed(link, due)
+        due = max(due, self._last.get(connection, 0.0))
+        self._last[connection] = due
         loop.call_at(due, deliver, *args, context=_WORLD)
 
     def disturb(self, sender: str, receiver: str, seconds: float, delay_s: float = math.inf, loss: float = 0.0) -> None:
@@ -129,9 +165,14 @@ class Network:
             if call.server is not None and {call.client.name, call.server.node.name} == {text, other}:
                 call.end(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
                 call.stop_serving()
+        for sock in list(self.sockets):
+            if sock.other is not None and {sock.node.name, sock.other.node.name} == {text, other}:
+                sock.end(b"", "reset")
 
     def kill(self, node: Node) -> None:
         """A node has died: the kernel closes its connections."""
+        for sock in [sock for sock in self.sockets if sock.node is node]:
+            sock.close()
         self.servers = {address: server for address, server in self.servers.items() if server.node is not node}
         for call in list(self.calls):
             if call.client is node:
@@ -141,12 +182,8 @@ class Network:
             elif call.server is not None and call.server.node is node:
                 self.send(call, False, call.end, grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
-    def _delayed(self, call: _Call, up: bool, due: float) -> float:
+    def _delayed(self, link: tuple[str, str], due: float) -> float:
         """When a message arrives that would arrive at `due`."""
-        server = call.server or self.servers.get(call.channel.address)
-        if server is None:
-            return due
-        link = (call.client.name, server.node.name) if up else (server.node.name, call.client.name)
         fault = self._faults.get(link)
         if fault is None or fault.until <= due:
             return due

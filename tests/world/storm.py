@@ -81,6 +81,8 @@ CONTEXT = 200
 """Tokens of a context."""
 BODY_MEMORY = "2MiB"
 """For all bodies at the gateway: a flood wants more."""
+HOSTS: Mapping[bool, Mapping[str, int]] = {False: {"prefill-0": 1, "decode-0": 1}, True: {"decode-0": 1}}
+"""Stages on hosts of their own; True: where decode instances compute the prompts."""
 PICTURES = 4
 """Pictures that requests of a storm show."""
 SHOWN = 8
@@ -104,6 +106,7 @@ class StormPlan:
         prompts_at_decode: plain decode instances may compute prompts; else more KV is moved.
         ranks: of each stage, if the checkpoint's own engine computes.
         pictures: the checkpoint has pictures, and requests show some.
+        hosts: by instance, how many of its stages are on hosts of their own.
     """
 
     seed: int
@@ -118,6 +121,7 @@ class StormPlan:
     prompts_at_decode: bool = True
     ranks: int = 1
     pictures: bool = False
+    hosts: Mapping[str, int] = field(default_factory=dict)
     both: bool = False
     """No prefill instance: three decode instances compute the prompts."""
 
@@ -182,13 +186,14 @@ class Storm:
         self._tokenizer = Tokenizer.load(self._model)
         engines = {"prefill": 0, "decode": 3} if plan.both else {"prefill": 2, "decode": 2}
         counts = {"conductor": plan.conductors, "kvstore": 2, **engines}
-        self.cluster = Cluster(simulation, counts, plan.flags(), checkpoint=checkpoint if plan.computes else None)
+        computed = checkpoint if plan.computes else None
+        self.cluster = Cluster(simulation, counts, plan.flags(), checkpoint=computed, hosts=plan.hosts)
         drawn = random.Random(f"storm {plan.seed}")
         for service in self.cluster.services.values():
             service.skew_s = drawn.uniform(-SKEW_S, SKEW_S)
             if service.kind == "kvstore":
                 service.disk = Disk(folder / service.name, f"{plan.seed} {service.name}")
-            elif plan.rerun:
+            elif plan.rerun and not service.leader:
                 service.journals = folder / "journals"
         self._batches = folder / "batches"
         self._drawn = drawn
@@ -352,7 +357,7 @@ class Storm:
         outcome = await self._ask(ask)
         done = {instance.instance for instance in deleted.instances if not instance.error}
         everywhere = done.issuperset(
-            service.name for service in self.cluster.services.values() if service.kind != "conductor"
+            service.name for service in self.cluster.services.values() if service.kind not in ("conductor", "stage")
         )
         if everywhere and outcome.cached:
             self.bad.append(f"{tenant} was deleted everywhere, and {outcome.cached} tokens are cached")
@@ -691,6 +696,7 @@ def main() -> None:
     parser.add_argument("--both", action="store_true", help="without prefill: decode instances compute the prompts")
     parser.add_argument("--pictures", action="store_true", help="a model with pictures, whose engine computes")
     parser.add_argument("--ranks", type=int, default=1, help="of each stage of engines that compute")
+    parser.add_argument("--hosts", action="store_true", help="one instance of a kind has a stage on a host of its own")
     parser.add_argument("--trace", action="store_true", help="show faults and errors")
     parser.add_argument("--log", help="file for all messages of one storm, a line each")
     args = parser.parse_args()
@@ -709,7 +715,9 @@ def main() -> None:
                 plan = replace(plan, computes=args.engine == "computed")
             if args.gap_s:
                 plan = replace(plan, faults=FaultPlan(args.gap_s))
-            if args.pictures or args.ranks > 1:
+            if args.hosts:
+                plan = replace(plan, hosts=HOSTS[bool(args.both)])
+            if args.pictures or args.hosts or args.ranks > 1:
                 plan = replace(plan, computes=True)
             plan = replace(plan, both=args.both, pictures=args.pictures, ranks=args.ranks)
             error, result = forked(partial(run_storm, plan, checkpoint))
@@ -726,6 +734,7 @@ def main() -> None:
                 again += f" --gap-s {args.gap_s:g}" if args.gap_s else ""
                 again += " --both" if args.both else ""
                 again += " --pictures" if args.pictures else ""
+                again += " --hosts" if args.hosts else ""
                 again += f" --ranks {args.ranks}" if args.ranks > 1 else ""
                 print(f"repeat with: {again}", file=sys.stderr, flush=True)
             of = f"{args.minutes:g} min" if args.minutes else args.storms

@@ -64,6 +64,14 @@ def test_storms_of_stages_with_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_storms_of_stages_on_other_hosts() -> None:
+    """A prefill and a decode instance have a stage on a host of its own, which faults hit as any other host."""
+    results, _ = storms(301, 10, 10, "--gap-s", "0.8", "--hosts")
+    assert sum(result["outcomes"]["complete"] for result in results) > 300
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_storms_of_a_model_with_pictures() -> None:
     pytest.importorskip("PIL")

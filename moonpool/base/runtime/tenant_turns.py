@@ -207,11 +207,12 @@ class _OwnPlaces:
         self._since += 1
         if self._since > MEASURED_AGAIN:
             self._measure()
-        elif self._since > 0 and len(self._seconds) < UNHURRIED:
-            self._seconds.append(seconds)
         elif self._since > 0:  # else the work began beside more
-            is_usual = seconds <= self._longer * sum(self._seconds) / UNHURRIED
-            self._number = min(max(self._number + (0.5 if is_usual else -0.5), self._least), self._most)
+            if len(self._seconds) < UNHURRIED:
+                self._seconds.append(seconds)
+            else:
+                is_usual = seconds <= self._longer * sum(self._seconds) / UNHURRIED
+                self._number = min(max(self._number + (0.5 if is_usual else -0.5), self._least), self._most)
         self.turns.resize(int(self._number))
 
     def _measure(self) -> None:

@@ -9,10 +9,10 @@ import contextlib
 import socket
 import ssl
 import struct
-import time
 from collections import deque
 from typing import Any, Final
 
+from moonpool.base import world
 from moonpool.base.config import format_address
 from moonpool.engine.channel import ChannelClosed
 from moonpool.engine.remote.messages import Ping, Pong
@@ -142,9 +142,9 @@ class StageLink:
                 self.close(f"sent no message: {error}")
                 raise ChannelClosed from error
             if isinstance(message, Ping):
-                self.send(Pong(message.sent_ns, time.monotonic_ns()))
+                self.send(Pong(message.sent_ns, world.monotonic_ns()))
             elif isinstance(message, Pong):
-                now = time.monotonic_ns()
+                now = world.monotonic_ns()
                 self._trips.append((now - message.sent_ns, message.at_ns - (message.sent_ns + now) // 2))
             else:
                 return message
@@ -225,7 +225,7 @@ class StageLink:
         silent = 0
         while silent < _TICKS:
             if pings:
-                self.send(Ping(time.monotonic_ns()))
+                self.send(Ping(world.monotonic_ns()))
             await asyncio.sleep(silence_s / _TICKS)
             silent = 0 if self._heard else silent + 1
             self._heard = False

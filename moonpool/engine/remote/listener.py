@@ -6,6 +6,7 @@ import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
+from moonpool.base import world
 from moonpool.base.config import format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, Mismatch, MoonpoolError
 from moonpool.base.rpc.tls import NAME, Security
@@ -73,9 +74,8 @@ class StagesListener:
             ConfigError: naming `stages_listen`: cannot listen there.
         """
         host, port = parse_address(self.address)
-        self._socket = self._stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+        self._socket = self._stack.enter_context(world.tcp_socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setblocking(False)
         try:
             self._socket.bind((host, port))
         except OSError as error:

@@ -10,12 +10,14 @@ from moonpool.base.rpc.tls import Security
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.remote.config import StageConfig
-from moonpool.engine.remote.stage_host import StagePlace, keep_serving
+from moonpool.engine.remote.stage_host import PROCESSES, StagePlace, StageProcesses, keep_serving
 from moonpool.engine.setup import check_engine_installed
 
 
-async def serve(context: ProcessContext, config: StageConfig) -> None:
+async def serve(context: ProcessContext, config: StageConfig, processes: StageProcesses = PROCESSES) -> None:
     """Run a stage until told to stop. The process is ready, for probes too, while the stage has joined.
+
+    `processes` starts the stage's own processes.
 
     Raises:
         ConfigError: a setting is refused.
@@ -42,7 +44,7 @@ async def serve(context: ProcessContext, config: StageConfig) -> None:
 
         context.starting(f"waiting for the leader at {leader}")
         place = StagePlace(leader, node_rank, folder, weights, config.device, config.threads)
-        work = asyncio.create_task(keep_serving(place, security, changed), name="stage")
+        work = asyncio.create_task(keep_serving(place, security, changed, processes=processes), name="stage")
         stopping = asyncio.create_task(context.stopping.wait())
         try:
             await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -46,17 +46,17 @@ class LandedSlices:
     def take(self, most: int, wanted: Callable[[int, int], bool] | None = None) -> list[KVSlice]:
         """Return the next slices, at most so many, of those that are `wanted` by layer and block.
 
-        A slice that is gone or changes meanwhile is left out: nobody needs the slice, or it lands again.
+        The hash is that of the bytes: the pool has none of a part-filled block that was swapped in. A slice that is
+        gone is left out. One that changes meanwhile is needed by nobody, or lands again.
         """
         keys = self._waiting if wanted is None else filter(lambda key: wanted(*key), self._waiting)
         taken = [key for _, key in zip(range(most), keys, strict=False)]
         found = []
         for layer, block in taken:
             del self._waiting[layer, block]
-            data, value = self.part.find(layer, block), self.part.hash_of(layer, block)
-            copy = b"" if data is None else bytes(data)
-            if copy and slice_hash(copy) == value:
-                found.append(KVSlice(layer, block, value, True, copy))
+            if (data := self.part.find(layer, block)) is not None:
+                copy = bytes(data)
+                found.append(KVSlice(layer, block, slice_hash(copy), True, copy))
         return found
 
 

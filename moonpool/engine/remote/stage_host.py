@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from moonpool.base import world
 from moonpool.base.config import parse_address
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.fork_server import Launcher, start_worker
@@ -92,6 +93,43 @@ class StagePlace:
     threads: int = 0
 
 
+@dataclass(slots=True)
+class StageProcesses:
+    """How the processes of a stage are started, and seen.
+
+    Attributes:
+        worker_module: their program.
+        launcher: starts them.
+    """
+
+    worker_module: str = WORKER
+    launcher: Launcher = start_worker
+
+    async def start(self, spec: StageSpec, memory: int, page: int) -> WorkerProcess:
+        """Start the process of a rank.
+
+        Args:
+            spec: the stage's, of this rank.
+            memory: descriptor for the stage's part of the pool.
+            page: descriptor for the page of the stage's ranks; -1 for one rank.
+
+        Raises:
+            OSError: there is no process.
+        """
+        environment = worker_environment(spec.engine, spec.engine.threads)
+        process, sock = spawn_worker(self.worker_module, self.launcher, memory, page, environment)
+        channel = await AsyncChannel.open(sock)
+        return WorkerProcess(spec.stage, process, channel, spec.rank, spec.engine.ranks == 1)
+
+    def stopped(self, worker: WorkerProcess) -> bool:
+        """Return whether a process is stopped."""
+        return is_stopped(worker)
+
+
+PROCESSES: Final = StageProcesses()
+"""Those of a real host."""
+
+
 async def join(place: StagePlace, security: Security | None, *, silence_s: float = SILENCE_S) -> tuple[StageLink, int]:
     """Join the leader; return the connection and the stage's number.
 
@@ -136,9 +174,8 @@ async def _connect(host: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for left, (family, _, _, _, target) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = world.tcp_socket(family)
         try:
-            sock.setblocking(False)
             async with asyncio.timeout(JOIN_S / (len(addresses) + 1)):  # the answer takes some of the time, too
                 await loop.sock_connect(sock, target)
         except (OSError, TimeoutError):
@@ -153,9 +190,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     raise OSError(f"{host} has no address")
 
 
-async def serve_leader(
-    place: StagePlace, link: StageLink, *, worker_module: str = WORKER, launcher: Launcher = start_worker
-) -> str:
+async def serve_leader(place: StagePlace, link: StageLink, processes: StageProcesses = PROCESSES) -> str:
     """Run the stage for the leader's engine until either ends; return why.
 
     Whatever ends: no process runs afterwards.
@@ -165,8 +200,8 @@ async def serve_leader(
         if not isinstance(spec, StageSpec):
             link.close(f"sent {type(spec).__name__} before the stage's work")
             return link.reason
-        async with _StageHost(place, link, spec) as host:
-            await host.start(worker_module, launcher)
+        async with _StageHost(place, link, spec, processes) as host:
+            await host.start()
             await host.run()
     except ChannelClosed:
         pass
@@ -189,7 +224,8 @@ def _own(engine: EngineSpec, place: StagePlace) -> EngineSpec:
 class _StageHost:
     """One engine's stage on this host; a context manager, which ends the stage's processes."""
 
-    def __init__(self, place: StagePlace, link: StageLink, spec: StageSpec) -> None:
+    def __init__(self, place: StagePlace, link: StageLink, spec: StageSpec, processes: StageProcesses) -> None:
+        self._processes = processes
         self._link, self._spec = link, replace(spec, engine=_own(spec.engine, place))
         self._engine = self._spec.engine
         self._stack = ExitStack()
@@ -224,18 +260,17 @@ class _StageHost:
         for worker in self._workers:  # last: only here may this be cancelled
             await worker.channel.wait_closed()
 
-    async def start(self, worker_module: str, launcher: Launcher) -> None:
+    async def start(self) -> None:
         """Start the stage's processes."""
         self._memory = shared_memory()
         if self._engine.sized:
             self._make_part()
         page = rank_page(self._engine.ranks, self._stack)
-        environment = worker_environment(self._engine, self._engine.threads)
         for rank in range(self._engine.ranks):
-            process, sock = spawn_worker(worker_module, launcher, self._memory, page, environment)
-            channel = await AsyncChannel.open(sock)
-            self._workers.append(WorkerProcess(self._spec.stage, process, channel, rank, self._engine.ranks == 1))
-            channel.send(replace(self._spec, rank=rank))
+            spec = replace(self._spec, rank=rank)
+            worker = await self._processes.start(spec, self._memory, page)
+            self._workers.append(worker)
+            worker.channel.send(spec)
 
     async def run(self) -> None:
         """Carry messages until either side ends.
@@ -407,7 +442,7 @@ class _StageHost:
         while True:
             await asyncio.sleep(_LOOK_S)
             for worker in self._workers:
-                looks[worker.rank] = looks[worker.rank] + 1 if is_stopped(worker) else 0
+                looks[worker.rank] = looks[worker.rank] + 1 if self._processes.stopped(worker) else 0
                 if looks[worker.rank] >= _LOOKS:
                     await self._fail(f"{worker} is stopped")
 
@@ -430,8 +465,7 @@ async def keep_serving(
     *,
     pause_s: float = 0.5,
     silence_s: float = SILENCE_S,
-    worker_module: str = WORKER,
-    launcher: Launcher = start_worker,
+    processes: StageProcesses = PROCESSES,
 ) -> None:
     """Serve the leader, and each leader that follows at the address, until cancelled.
 
@@ -441,8 +475,7 @@ async def keep_serving(
         on_change: called with whether the stage has joined.
         pause_s: between two attempts to join, seconds.
         silence_s: a leader that is silent for so long is lost, seconds.
-        worker_module: program of the stage's processes.
-        launcher: starts them.
+        processes: starts the stage's processes.
     """
     told = ""
     while True:
@@ -458,7 +491,7 @@ async def keep_serving(
         log.info("joined", leader=link.peer, stage=stage)
         on_change(True)
         try:
-            why = await serve_leader(place, link, worker_module=worker_module, launcher=launcher)
+            why = await serve_leader(place, link, processes)
         finally:
             link.close("the stage has ended")
             on_change(False)

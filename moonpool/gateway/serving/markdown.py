@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ MAX_FORMULA_CHARS = 2000
 """Characters of a formula; a longer one stays text. The converter recurses: it fails at some 10,000 nested braces."""
 MAX_EXPANSIONS = 16
 """How often a formula may use commands that the formula defines."""
+MAX_LANGUAGE_CHARS = 32
+"""Characters of the name of a block's language; the code of a longer one has no colours."""
 DELIMITERS = (("\\[", "\\]", True), ("\\(", "\\)", False), ("$$", "$$", True), ("$", "$", False))
 """Begin and end of formulas, and whether they stand in lines of their own."""
 _MARKS = re.compile(r"[\[\]*_~`<!&\\$]")
@@ -199,7 +201,7 @@ def _converter() -> LatexToMathML:
     return LatexToMathML(ignore_unknown_commands=True, fancy_error=False, max_expansions=MAX_EXPANSIONS)
 
 
-@cache
+@lru_cache(maxsize=1024)  # whoever writes the text chooses the names
 def _known(language: str) -> Lexer | None:
     try:
         return get_lexer_by_name(language, stripnl=False, ensurenl=False)
@@ -209,7 +211,7 @@ def _known(language: str) -> Lexer | None:
 
 def _lexer(language: str) -> Lexer | None:
     """How a language is read; None if the language is unknown, or none is named."""
-    return _known(language) if re.fullmatch(r"[\w+#.-]{1,32}", language) and language.isascii() else None
+    return _known(language) if len(language) <= MAX_LANGUAGE_CHARS else None
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sqlite3
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -580,6 +581,33 @@ async def test_files_with_an_end_go_then_and_not_under_a_batch(tmp_path: Path, m
         now[0] = began + 20_000
         assert (await http.get(f"/v1/files/{told['output_file_id']}/content")).status_code == 404
     assert [path.name for path in (tmp_path / "files").iterdir()] == [kept], "the bytes are gone, too"
+
+
+async def test_a_file_whose_time_is_over_makes_room_and_one_that_is_not_noted_leaves_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    with ThreadPoolExecutor(1) as threads:
+        kept = BatchStore(tmp_path, 100, threads, lambda: now[0])
+        try:
+            first, second = (store.StoredFile(kept.new_file_id(), "in", "batch", 60, 1000, 2000) for _ in range(2))
+            for file in (first, second):
+                kept.path(file.id).write_bytes(b"x" * 60)
+            await kept.add_file("t", first)
+            assert await kept.room("t") == 40
+            now[0] = 2000.0
+            assert await kept.room("t") == 100
+            assert not kept.path(first.id).exists()
+
+            def fail(_: int) -> None:
+                raise OSError("no space left")
+
+            monkeypatch.setattr(os, "fsync", fail)
+            with pytest.raises(Unavailable, match="no space left"):
+                await kept.add_file("t", second)
+            assert not kept.path(second.id).exists()
+        finally:
+            threads.submit(kept.close).result()
 
 
 @pytest.mark.parametrize(

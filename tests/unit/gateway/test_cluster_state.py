@@ -1,6 +1,7 @@
 """The cluster's picture: asked for seldom, shared by those who wait, failures too."""
 
 import asyncio
+import gc
 
 import pytest
 from google.protobuf.message import Message
@@ -131,3 +132,22 @@ async def test_before_the_first_engine() -> None:
     asked.state.ClearField("model")
     with pytest.raises(Unavailable, match="has joined"):
         await ClusterStateCache(AsyncClient(transport=asked), lambda: 0.0).state()
+
+
+async def test_a_failure_that_nobody_waits_for_is_not_told() -> None:
+    """As requests go on with the state before."""
+    asked, now, told = Asked(), [100.0], list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    cluster = ClusterStateCache(AsyncClient(transport=asked), lambda: now[0])
+    asked.go.set()
+    before = await cluster.state()
+    now[0] += 2 * MAX_AGE_S
+    asked.error = Unavailable("gone")
+    assert await cluster.state() is before
+    while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110  # turns of the event loop, no time
+        await asyncio.sleep(0)
+    assert asked.times == 2
+    asked.error = None  # which knows the query by its traceback
+    cluster.forget()
+    gc.collect()
+    assert told == []

@@ -178,6 +178,8 @@ DISPLAYED = '<math display="block"><mi>x</mi></math>'
         ),
         ("$5 and $10, US$5-US$10, $HOME and $PATH", "<p>$5 and $10, US$5-US$10, $HOME and $PATH</p>\n"),
         ("\\$x\\$ `$x$` \\\\(x\\\\)", "<p>$x$ <code>$x$</code> \\(x\\)</p>\n"),
+        ("$a\\$$", "<p><math><mi>a</mi><mi>$</mi></math></p>\n"),
+        ("$a\\;$", '<p><math><mi>a</mi><mspace width="0.2777778em"></mspace></math></p>\n'),
         ("$\\frac{1$ \\[ x", "<p>$\\frac{1$ [ x</p>\n"),
         ("$$\nx\n\ny\n$$", "<p>$$\nx</p>\n<p>y\n$$</p>\n"),
         ("```\n$x$\n```", "<pre><code>$x$\n</code></pre>\n"),

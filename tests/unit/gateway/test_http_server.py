@@ -16,6 +16,7 @@ from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import ConfigError
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway.http_connection import HttpConnection
 from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.gateway.test_client_disconnect import HeldCall, Holding
@@ -176,6 +177,32 @@ async def test_answer_that_is_not_read_is_given_up() -> None:
             await loop.sock_connect(client, ("127.0.0.1", port))
             await loop.sock_sendall(client, STREAM)
             await holding.call.ended.wait()
+
+
+async def test_a_closed_connection_whose_client_reads_nothing_ends() -> None:
+    placed, *_ = answer()
+    pieces = (pb.TokenDelta(position=number, token_ids=[7], text="x" * 100_000) for number in itertools.count())
+    holding = Holding(itertools.chain([placed], (pb.GenerateResponse(delta=piece) for piece in pieces)))
+    loop = asyncio.get_running_loop()
+    async with serving(AsyncClient(transport=holding), write_timeout_s=1000.0) as (server, port):
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            await loop.sock_sendall(client, STREAM)
+            assert (await loop.sock_recv(client, 15)) == b"HTTP/1.1 200 OK"
+            (connection,) = server.server_state.connections
+            assert isinstance(connection, HttpConnection)
+            while not connection.transport.get_write_buffer_size():  # noqa: ASYNC110  # turns of the event loop
+                await asyncio.sleep(0)
+            connection.transport.close()
+            now = loop.time()
+            for later_s in (0.0, 900.0):
+                connection.sweep(now + later_s, 1000.0, 1000.0)
+                await asyncio.sleep(0)
+                assert server.open_connections == 1
+            connection.sweep(now + 1001.0, 1000.0, 1000.0)
+            await holding.call.ended.wait()
+        assert server.open_connections == 0
 
 
 async def test_drain_lets_answers_end() -> None:

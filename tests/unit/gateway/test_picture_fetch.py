@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.pictures.limits import MAX_BYTES
-from moonpool.gateway.serving.picture_fetch import PictureFetcher, is_public
+from moonpool.gateway.serving.picture_fetch import PictureFetcher, address_of, is_public
 
 HOST = "pictures.example"
 
@@ -130,3 +130,8 @@ def test_without_hosts_nothing_is_fetched(server: tuple[str, int]) -> None:
 )  # fmt: skip
 def test_public_addresses(address: str, public: bool) -> None:
     assert is_public(address) is public
+
+
+def test_a_host_is_looked_up_with_its_port() -> None:
+    assert address_of("127.0.0.1", 443) == ("127.0.0.1", 443)
+    assert address_of("::1", 80) == ("::1", 80)

@@ -39,3 +39,17 @@ async def test_tokens_behind_texts_of_which_one_begins_the_prompt(texts: Gateway
     right = [len(await texts.encode("t", rest, 100, special=False)) for rest in ("ab!", "!")]
     assert behind == right
     assert right[0] > right[1]
+
+
+async def test_a_template_that_refuses_begins_no_thinking(texts: GatewayTokenizer) -> None:
+    """Nor does a model that does not think."""
+    assert not await texts.thinks_at_once("t", {})
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    source = "{% if refuse %}{{ raise_exception('no') }}{% endif %}{% if think %}<think>{% endif %}"
+    with ThreadPoolExecutor(1) as threads:
+        made = GatewayTokenizer(
+            "tiny", Tokenizer(backend, {"default": source}), TenantTurns(threads), ParserNames(reasoning="qwen3")
+        )
+        assert [await made.thinks_at_once("t", {name: True}) for name in ("refuse", "think", "else")] == [
+            False, True, False,
+        ]  # fmt: skip

@@ -16,7 +16,7 @@ from moonpool.base.rpc.messages import MAX_FIELDS, MAX_NUMBERS, MAX_TEXT_BYTES, 
 from moonpool.base.rpc.peer_calls import CallLimits, PeerCalls
 from moonpool.v1 import conductor_pb2, decode_pb2, ext_proc_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.examples import each
-from tests.unit.base.rpc.hostile import ATTACKS, OF_A_TYPE, OF_NO_TYPE, field
+from tests.unit.base.rpc.hostile import ATTACKS, OF_A_TYPE, OF_NO_TYPE, field, varint
 
 FILES = (conductor_pb2, decode_pb2, ext_proc_pb2, kvstore_pb2, prefill_pb2)
 METHODS = [m for file in FILES for service in file.DESCRIPTOR.services_by_name.values() for m in service.methods]
@@ -171,3 +171,12 @@ def test_types_that_hold_their_own_kind_are_read_and_their_levels_bounded() -> N
     read = messages.deserializer(cls)(nested(10, "y" * UNCHECKED_BYTES))
     assert "y" * 100 in str(read)
     assert "levels" in refused(cls, nested(2000, "y" * UNCHECKED_BYTES))
+
+
+def test_as_many_fields_as_are_allowed_pass_and_numbers_of_four_bytes_are_skipped() -> None:
+    unknown, cls = 500 << 3, conductor_pb2.GenerateRequest
+    text = cls(text="x" * UNCHECKED_BYTES).SerializeToString()
+    messages.check_message(cls, text + varint(unknown | 5) + b"abcd")
+    many = text + (varint(unknown) + b"\x01") * (MAX_FIELDS - 1)
+    messages.check_message(cls, many)
+    assert "too many fields" in refused(cls, many + varint(unknown) + b"\x01")

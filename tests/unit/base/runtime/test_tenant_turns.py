@@ -17,6 +17,8 @@ from moonpool.base import world
 from moonpool.base.runtime.tenant_turns import (
     LEAST_BESIDE,
     LINGER_S,
+    MEASURED_AGAIN,
+    UNHURRIED,
     LoopTurns,
     TakenPlace,
     TenantPlaces,
@@ -311,4 +313,40 @@ async def test_works_that_were_not_done_say_nothing_of_how_long_works_take() -> 
     for each in waiting[taken : taken + 2]:
         each.result().give_back(done=False)
     await settled()
+    assert not places
+
+
+async def test_places_grow_after_so_many_works_and_are_measured_again_after_so_many() -> None:
+    now, places = 0.0, TenantPlaces(2, 4)
+    clock = dataclasses.replace(world.Clock(), monotonic=lambda: now)
+    world.CURRENT.set(dataclasses.replace(world.CURRENT.get(), clock=clock))
+    held = await places.take("ann", 0.0)  # places are known as long as one is taken
+
+    async def work(times: int) -> None:
+        nonlocal now
+        for _ in range(times):
+            place = await places.take("ann", 0.0)
+            now += 1.0
+            place.give_back(done=True)
+
+    async def most_at_once() -> int:
+        taking = [task(places.take("ann", 0.0)) for _ in range(8)]
+        await settled()
+        taken = [each.result() for each in taking if each.done()]
+        for each in taking[len(taken) :]:
+            each.cancel()
+        await settled()
+        for place in taken:
+            place.give_back(done=False)
+        return 1 + len(taken)
+
+    await work(UNHURRIED + 1)
+    assert await most_at_once() == 2
+    await work(1)
+    assert await most_at_once() == 3
+    await work(MEASURED_AGAIN - UNHURRIED - 2)
+    assert await most_at_once() == 4
+    await work(1)
+    assert await most_at_once() == 2
+    held.give_back(done=False)
     assert not places

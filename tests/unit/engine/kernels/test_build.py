@@ -110,7 +110,7 @@ def test_concurrent_builds_make_one_library(fake: Path) -> None:
 
 def test_a_compiler_that_fails_leaves_nothing(fake: Path, tmp_path: Path) -> None:
     (tmp_path / "compiler").write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
-    with pytest.raises(build.BuildError, match="no such flag"):
+    with pytest.raises(build.BuildError, match=f"^{tmp_path / 'compiler'}: no such flag"):
         build.build("sse2")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -174,6 +174,15 @@ def test_progress_counts_files(fake: Path) -> None:
     again: list[str] = []
     build.build("sse2", report=again.append)
     assert again == []
+
+
+def test_the_expected_time_is_told_in_tens_of_seconds(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for number in range(28):
+        (build.SOURCES / f"more{number}.cpp").write_text("")
+    said: list[str] = []
+    build.build("sse2", report=said.append)
+    assert said[0] == "compiling native code, 0 of 30 files (once, about 60 s)"
 
 
 def test_a_folder_that_others_may_write_to_is_refused(fake: Path, tmp_path: Path) -> None:

@@ -137,3 +137,9 @@ def test_every_target_belongs_to_one_architecture() -> None:
     assert sorted(name for built in build.ARCHITECTURES.values() for name in built.targets) == sorted(build.TARGETS)
     for architecture in build.ARCHITECTURES.values():
         assert build.TARGETS[architecture.targets[-1]][0] <= architecture.always  # whatever it is, one fits
+
+
+def test_a_folder_that_cannot_be_made_is_named(fake: Path) -> None:
+    fake.write_text("")
+    with pytest.raises(build.BuildError, match=f"no folder to build in: .*{fake.name}"):
+        build.build_all(fake / "kernels")

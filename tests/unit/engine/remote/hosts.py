@@ -13,7 +13,7 @@ from moonpool.base.rpc.tls import Security
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.remote.listener import StagesListener
-from moonpool.engine.remote.stage_host import StagePlace, keep_serving
+from moonpool.engine.remote.stage_host import StagePlace, StageProcesses, keep_serving
 from moonpool.engine.start_engine import WORKER, start_processes
 from tests.unit.base.rpc.certificates import tls
 
@@ -41,8 +41,7 @@ class Host:
             self.changes.put_nowait,
             pause_s=0.05,
             silence_s=silence_s,
-            worker_module=worker_module,
-            launcher=start_service,
+            processes=StageProcesses(worker_module, start_service),
         )
         self.task = asyncio.create_task(work)
 

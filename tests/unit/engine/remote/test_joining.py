@@ -39,7 +39,7 @@ from moonpool.engine.remote.link import StageLink
 from moonpool.engine.remote.listener import StagesListener
 from moonpool.engine.remote.messages import KVSlice
 from moonpool.engine.remote.remote_worker import RemoteWorker
-from moonpool.engine.remote.stage_host import StagePlace, join, serve_leader
+from moonpool.engine.remote.stage_host import StagePlace, StageProcesses, join, serve_leader
 from moonpool.engine.start_listener import NO_LISTENER
 from moonpool.engine.worker_process import Worker
 from tests.unit.base.rpc.certificates import tls
@@ -243,6 +243,19 @@ async def test_what_lands_goes_to_the_stage_before_the_order_that_needs_it(check
             await run
 
 
+async def test_swapped_in_kv_of_a_part_filled_block_goes_to_the_stage(checkpoint: Path) -> None:
+    """Its hash in the pool is what the block had before."""
+    async with joined_by_hand(checkpoint) as (engine, link, _):
+        data = b"\7" * LAYOUT.slice_bytes(2)
+        engine.pool.write(2, 0, memoryview(data), 5)
+        loaded = engine.load()
+        assert loaded is not None
+        assert await link.receive() == KVSlice(2, 0, slice_hash(data), True, data)
+        link.close("over")
+        with pytest.raises(Unavailable, match="closed the connection"):
+            await loaded
+
+
 async def test_what_lands_goes_to_the_stage_before_blocks_are_fetched_from_there(checkpoint: Path) -> None:
     """Else the stage would give back what an earlier sequence had in the block."""
     async with joined_by_hand(checkpoint) as (engine, link, _):
@@ -376,7 +389,7 @@ async def test_a_host_that_cannot_start_its_stage_says_why(checkpoint: Path) -> 
         while True:
             with contextlib.suppress(Unavailable):
                 link, _ = await join(place(address, checkpoint), None)
-                return await serve_leader(place(address, checkpoint), link, launcher=no_room)
+                return await serve_leader(place(address, checkpoint), link, StageProcesses(launcher=no_room))
             await asyncio.sleep(0.05)
 
     async with stages_listener() as listener, asyncio.timeout(WAIT_S):
