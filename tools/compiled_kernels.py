@@ -93,6 +93,7 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
         attention,
         device,
         experts,
+        heads,
         pointwise,
         pool,
         products,
@@ -103,6 +104,7 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
     launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]
     kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
+    kernels += [(heads, "_norm_rope_write")]
     kernels += [(pointwise, name) for name in ("_norm", "_rope", "_silu_mul")]
     kernels += [(products, name) for name in ("_bytes_of_rows", "_packed_product")]
     kernels += [(experts, name) for name in ("_expert_product", "_add_weighted")]

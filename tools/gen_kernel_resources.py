@@ -89,15 +89,17 @@ class Shape:
         x = _empty(2, self.hidden)
         ops.rms_norm(x, None, x[0], 1e-6, x)
         ops.rms_norm(x, x, x[0], 1e-6, x)
-        width, turned = self.heads + 2 * self.kv_heads, self.rest or self.head_dim
-        qkv, angles = _empty(2, width, turned), _empty(2, turned)
-        ops.rope(qkv[:, : self.heads], angles, angles, _empty(2, self.heads, turned))
-        ops.rope(qkv[:, : self.kv_heads], angles, angles, _empty(2, self.kv_heads, turned))
         ops.silu_mul(_empty(2, 2 * self.intermediate), _empty(2, self.intermediate))
         kv, scales = self._pool()
         ids = _empty(2, dtype=torch.int64)
-        k = _empty(2, width, self.head_dim)[:, : self.kv_heads]
-        ops.write_kv(k, None if self.rest else k, kv, scales, ids, ids)
+        if self.rest:
+            turned = self.heads + 1, self.rest
+            ops.rope(_empty(2, *turned), _empty(2, self.rest), _empty(2, self.rest), _empty(2, *turned))
+            ops.write_kv(_empty(2, 1, self.head_dim), None, kv, scales, ids, ids)
+        else:
+            qkv, angles = _empty(2, self.heads + 2 * self.kv_heads, self.head_dim), _empty(2, self.head_dim)
+            qk, v, out = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :], _empty(2, self.heads, self.head_dim)
+            ops.norm_rope_write(qk, v, out, None, (angles, angles), kv, scales, ids, ids)
         ops.copy_blocks(kv[None], ids, ids)
         logits, numbers = _empty(2, 128 * sampling.RUN, dtype=torch.float32), _empty(2, dtype=torch.float64)
         sampling.weights_of(logits, logits[:, 0], logits[:, 0], logits)

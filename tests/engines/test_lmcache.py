@@ -16,7 +16,6 @@ from tests.unit.kvstore.rig import rig
 KEYS, NUMBERS = 24, 32 << 10
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         not (PYTHON.parents[1] / "lmcache.txt").exists(),
         reason="LMCache is not installed: `make test-engines` installs it",

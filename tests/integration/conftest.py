@@ -4,7 +4,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,10 +85,13 @@ def with_flags(plan: StackPlan, kind: str, *flags: str) -> StackPlan:
     return dataclasses.replace(plan, extra=dict(plan.extra) | {kind: [*plan.extra.get(kind, ()), *flags]})
 
 
-def wait_busy(address: str, instance: str, timeout_s: float) -> None:
-    """Waits until an instance holds something."""
+def wait_busy(address: str, instance: str, timeout_s: float, over: Callable[[], bool] = lambda: False) -> bool:
+    """Waits until an instance holds something; False: it was `over` before that was seen."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while all(reading.resting for reading in read_gauges(address) if reading.instance == instance):
+        if over():
+            return False
         assert time.monotonic() < deadline, f"{instance} was never busy"
         pause.wait(0.005)
+    return True

@@ -17,7 +17,7 @@ from tests.integration.conftest import BLOCK
 from tests.unit.kvstore.process import running
 
 NOBODY = "127.0.0.1:1"
-START_S = 100
+START_S = 240
 
 
 def start(module: str, *arguments: str) -> tuple[int, str]:

@@ -113,11 +113,11 @@ def test_conductor_and_kvstore_without_torch(
             "print(ids, 'torch' in sys.modules)\n"
         )
         assert run(base_python, code) == "['kvstore-0'] False"
-        wait_at_rest(address, timeout_s=20)
+        wait_at_rest(address, timeout_s=60)
     finally:
         for service in started:
             service.signal(signal.SIGTERM)
-        statuses = [service.wait(20) for service in started]
+        statuses = [service.wait(60) for service in started]
     assert statuses == [0, 0]
 
 

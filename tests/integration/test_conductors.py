@@ -13,7 +13,7 @@ from moonpool.cli.check import wait_at_rest
 from moonpool.client import Client
 from tests.integration.conftest import small_plan, tokens
 from tests.integration.reference import Reference
-from tests.integration.stack import CheckedStack
+from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 from tests.integration.streams import disturbed
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
@@ -46,7 +46,7 @@ def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Ref
             *prompt[1:],
         ]
     assert sorted([result.resumes for result in results]) == [0, 0, 1, 1], "each conductor had half of them"
-    wait_at_rest(second, timeout_s=20)
+    wait_at_rest(second, REST_TIMEOUT_S)
     stack.restart("conductor")
     assert stack.gauge("decode", "sequences_adopted_total") == len(prompts) / 2
     with Client(stack.address) as client:  # it has learnt everything from the instances

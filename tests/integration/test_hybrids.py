@@ -71,9 +71,13 @@ def test_states_come_back_from_the_store(stack: CheckedStack, reference: Referen
     with Client(stack.address) as client:
         held = stored(client)
         stack.restart("kvstore-0", kill=True)
-        stack.restart_all(ENGINES, kill=True)
         until(lambda: stored(client) == held)
-    again = asked(stack, reference, prompt)
+    again = stack.ask_restarted(
+        ENGINES,
+        lambda: asked(stack, reference, prompt),
+        lambda found: found.usage.cached_tokens == 10 * BLOCK,
+        kill=True,
+    )
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens == 10 * BLOCK, again.placement
     assert again.placement.kvstore == "kvstore-0"

@@ -101,11 +101,13 @@ def test_from_the_store_after_a_restart(served: Served) -> None:
     """The new instance has loaded the adapters as it joined, or loads them with the requests."""
     prompt = tokens(6 * BLOCK, "lora, stored")
     served.ask_at_once(prompt)
-    served.stack.check_at_rest()
-    served.stack.restart("prefill-0")
-    again = served.ask_at_once(prompt)
+
+    def stored(found: Mapping[str, GenerateResult]) -> bool:
+        return all(result.usage.cached_tokens >= 5 * BLOCK for result in found.values())
+
+    again = served.stack.ask_restarted(["prefill-0"], lambda: served.ask_at_once(prompt), stored)
     served.check(prompt, again)
-    assert {result.usage.cached_tokens >= 5 * BLOCK for result in again.values()} == {True}
+    assert stored(again)
     assert served.stack.gauge("prefill-0", "loras") == 2
 
 

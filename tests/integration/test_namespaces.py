@@ -138,7 +138,7 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
     with stack.started(*names):
         for name in names:
             stack.wait_healthy(name)
-        joined = stack.moonpool("health", "--address", "conductor:50051", "--joined", "3", "--wait-s", "30")
+        joined = stack.moonpool("health", "--address", "conductor:50051", "--joined", "3", "--wait-s", "60")
         assert joined.returncode == 0, joined.stderr
         request = ("generate", "--address", "conductor:50051", PROMPT, "--max-tokens", "8", "--json")
         first, second = (_result(stack.moonpool(*request)) for _ in range(2))
@@ -146,7 +146,7 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
         assert second["usage"]["cached_tokens"] >= 16
         gateway = stack.moonpool("health", "--address", "http://gateway:8000")
         assert gateway.returncode == 0, gateway.stderr
-        check = stack.moonpool("check", "--address", "conductor:50051", "--wait-s", "20")
+        check = stack.moonpool("check", "--address", "conductor:50051", "--wait-s", "60")
         assert check.returncode == 0, check.stdout + check.stderr
         assert stack.stop() == dict.fromkeys(names, 0)
 

@@ -17,7 +17,7 @@ from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # two stacks for each kind of layer
+pytestmark = pytest.mark.slow  # two stacks for each kind of layer
 SEED = 45
 KINDS = {
     "tiny-llama": "dense",

@@ -73,8 +73,8 @@ def test_cached_or_not_moved_and_swapped(served: Served, length: int) -> None:
 def test_from_the_store_after_a_restart(served: Served) -> None:
     prompt = tokens(6 * BLOCK, "packed, stored")
     served.ask(prompt)
-    served.stack.check_at_rest()
-    served.stack.restart("prefill-0")
-    again = served.ask(prompt)
+    again = served.stack.ask_restarted(
+        ["prefill-0"], lambda: served.ask(prompt), lambda found: found.usage.cached_tokens >= 5 * BLOCK
+    )
     assert again.usage.cached_tokens >= 5 * BLOCK
     served.reference.assert_greedy(prompt, again.token_ids, GAP)

@@ -13,7 +13,7 @@ from moonpool.cli.check import read_gauges
 from moonpool.client import Client
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.shared.test_contexts import until
-from tests.integration.stack import CheckedStack
+from tests.integration.stack import TRIES, CheckedStack
 
 TURN = "the tide of a moon pool rises at noon " * 4
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
@@ -72,15 +72,19 @@ def test_the_next_turn_computes_only_what_is_new_whatever_was_evicted(
         second = begun(api, f"{salt}", **more)
         pinned = full_blocks(second)
         until(lambda: store_gauge(stack, "pinned_blocks") >= pinned)
-        for number in range(4):
-            cached(client, tokens(FLOOD_TOKENS, f"flood{salt}{number}"))
-        assert cached(client, beside) == 0
         ask: Any = {"model": "tiny-llama", "max_output_tokens": 8, "input": TURN, **more}
-        third = api.responses.create(**ask, previous_response_id=second.id)
-        assert third.usage is not None
+        for tried in range(TRIES):
+            for number in range(4):
+                cached(client, tokens(FLOOD_TOKENS, f"flood{salt}{tried}{number}"))
+            assert cached(client, beside) == 0
+            third = api.responses.create(**ask, previous_response_id=second.id)
+            api.responses.delete(third.id)
+            assert third.usage is not None
+            if third.usage.input_tokens_details.cached_tokens >= pinned * BLOCK:
+                break
+            stack.restart("prefill-0")  # it has learnt that loads are slow
         assert third.usage.input_tokens_details.cached_tokens >= pinned * BLOCK
         api.responses.delete(second.id)
-        api.responses.delete(third.id)
         until(lambda: store_gauge(stack, "pinned_blocks") == 0)
 
 

@@ -25,7 +25,6 @@ a p90; on a busy machine the slice that was fitted may have been slower than the
 
 
 @pytest.mark.slow  # the fit is `tests/unit/simulator/experiments/test_calibration.py`'s
-@pytest.mark.timeout(300)
 def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, Workload(1, dataclasses.replace(CHAT, rate_per_s=1.0)).requests(REQUESTS))

@@ -18,7 +18,7 @@ from tests.integration.conftest import small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 SEEN_TIMEOUT_S = 60.0
 STAGES, RANKS = 2, 2

@@ -1,7 +1,7 @@
 """Recorded spans show when each layer was computed and when it left, and when decode started.
 
-The engine is emulated, one layer takes a quarter of a second and its KV a hundredth on the rate-limited link, so that
-the order of events does not depend on how busy the machine is.
+The engine is emulated, one layer takes half a second and its KV a hundredth on the rate-limited link, so that the
+order of events does not depend on how busy the machine is.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from moonpool.client import Client
 from tests.integration.conftest import small_plan, tokens, with_flags
 from tests.integration.stack import CheckedStack
 
-LAYERS, LAYER_S = 4, 0.25
+LAYERS, LAYER_S = 4, 0.5
 TOKENS = 500
 LINK_BYTES_PER_S = 2 << 20
 PROFILE = f"""
 name: slow-layers
-hardware: none; a layer takes a quarter of a second whatever the prompt
+hardware: none; a layer takes half a second whatever the prompt
 model: {{kv_bytes_per_token: {32 * LAYERS}, max_tokens: 4096}}
 kv: {{layers: {LAYERS}, kv_heads: 2}}
 prefill: {{base_s: {LAYERS * LAYER_S}, per_token_s: 0.0, per_pair_s: 0.0}}

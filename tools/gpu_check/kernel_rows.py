@@ -20,7 +20,7 @@ from benchmarks.ceilings import On
 from benchmarks.frame import Row, optional, paired
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.engine.kernels import ops, reference
-from moonpool.engine.kernels.attention import copy_blocks, paged_attention, write_kv
+from moonpool.engine.kernels.attention import HeadNorms, copy_blocks, norm_rope_write, paged_attention, write_kv
 from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.plan import make_plan
 from moonpool.engine.kernels.sparse import ChosenKeys, chosen_attention
@@ -211,6 +211,40 @@ def write_row(on: On, shape: Shape, tokens: int) -> Row:
     return _beside_a_copy(on, f"GPU KV write, {shape}, {tokens} tokens", 2 * (k.nbytes + v.nbytes), call)
 
 
+def heads_rows(on: On, shape: Shape, tokens: int) -> list[Row]:
+    """Norms of heads, rotation and KV write in one launch, beside the same in separate ones: of a decode step, too."""
+    return [_heads_row(on, shape, count, normed=normed) for count in (64, tokens) for normed in (False, True)]
+
+
+def _heads_row(on: On, shape: Shape, tokens: int, *, normed: bool) -> Row:
+    kv = shape.pool(-(-tokens // shape.block_size), on.device)
+    heads, width = shape.heads, shape.heads + 2 * shape.kv_heads
+    qkv = torch.randn(tokens, width, shape.head_dim, device=on.device, dtype=shape.dtype)
+    qk, v = qkv[:, : heads + shape.kv_heads], qkv[:, heads + shape.kv_heads :]
+    angles, weight = torch.rand_like(qkv[:, 0]), torch.ones(shape.head_dim, device=on.device)
+    slots = torch.arange(tokens, device=on.device)
+    where = slots // shape.block_size, slots % shape.block_size
+    norms = HeadNorms(weight, weight, None, None, 1e-6, centred=False, wide=False, last=False) if normed else None
+
+    def together() -> Tensor:
+        return norm_rope_write(qk, v, heads, kv, *where, norms=norms, angles=(angles, angles))
+
+    def apart() -> Tensor:
+        turned = qk
+        if normed:
+            turned = torch.empty_like(qk, memory_format=torch.contiguous_format)
+            for part in (slice(heads), slice(heads, None)):
+                ops.norm(qk[:, part], weight, None, 1e-6, centred=False, wide=False, out=turned[:, part])
+        turned = ops.rope(turned, angles, angles)
+        write_kv(turned[:, heads:], v, kv, *where)
+        return turned[:, :heads]
+
+    torch.testing.assert_close(together(), apart(), atol=0.02, rtol=0.02)
+    pairs = [(1e3 / own, 1e3 / other) for own, other in on.pairs(1.0, together, lambda: on.per_second(apart))]
+    name = f"GPU {'norms, ' if normed else ''}rotation and KV write, {shape}, {tokens} tokens"
+    return paired(name, "ms", pairs, "separate launches", less_is_better=True, target=1.0)
+
+
 def copy_row(on: On, shape: Shape, blocks: int) -> Row:
     """Copy blocks in every layer of a pool."""
     pool = torch.stack([shape.pool(2 * blocks, on.device) for _ in range(shape.layers)])
@@ -296,6 +330,7 @@ def kernel_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
     """All rows of kernels, as they are measured."""
     yield from attention_rows(on, shape, sizes)
     yield write_row(on, shape, sizes.written)
+    yield from heads_rows(on, shape, sizes.written)
     yield copy_row(on, shape, sizes.copied)
     yield from norm_rows(on, shape.dtype, *sizes.normed)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from moonpool.engine.kernels import reference, torch_ops, triton
 from moonpool.engine.kernels.check import dense, expect
 from moonpool.engine.kernels.choice import choose
-from moonpool.engine.kernels.kind import PLAIN, AttentionKind
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind, HeadNorms
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 
 __all__ = [
-    "AttentionKind", "AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "plan_of_shapes", "selected",
-    "write_kv",
+    "AttentionKind", "AttentionPlan", "HeadNorms", "copy_blocks", "make_plan", "norm_rope_write", "paged_attention",
+    "plan_of_shapes", "selected", "write_kv",
 ]  # fmt: skip
 
 
@@ -137,6 +137,52 @@ def write_kv(
         ops.write_kv(k, v, kv, scales, block_ids, offsets)
     else:
         reference.write_kv(k, v, kv, scales, block_ids, offsets)
+
+
+def norm_rope_write(
+    qk: Tensor,  # [T, heads + kv_heads, D], each row dense
+    v: Tensor | None,  # [T, kv_heads, D], each row dense; None where nothing is stored, and then without keys
+    heads: int,
+    kv: Tensor | None,  # [blocks, kv_heads, 2, block_size, D], as `_check_pool` says; None: nothing is stored
+    block_ids: Tensor,  # [T] int64
+    offsets: Tensor,  # [T] int64
+    *,
+    norms: HeadNorms | None,
+    angles: tuple[Tensor, Tensor] | None,  # cos and sin as for `moonpool.engine.kernels.ops.rope`, [T, width]
+    scales: Tensor | None = None,  # [blocks, kv_heads, 2, block_size] float32, of quantised KV
+) -> Tensor:
+    """Norm and rotate queries and keys, store keys and values as `write_kv` does: return queries [T, heads, D].
+
+    One launch where Triton runs; results are those of the operations one by one.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride or type; the message begins with the argument's name.
+    """
+    if qk.dim() != 3 or not dense(qk, 1) or qk.shape[1] < heads or not qk.dtype.is_floating_point:
+        raise ValueError(f"qk: must be [T, at least {heads}, D] with dense rows, not {list(qk.shape)} in {qk.dtype}")
+    tokens, all_heads, head_dim = qk.shape
+    for name, turn in zip(("cos", "sin"), angles or (), strict=False):
+        if turn.dim() != 2 or turn.shape[1] % 2 or turn.shape[1] > head_dim:
+            raise ValueError(f"{name}: must be [{tokens}, even, up to {head_dim}], not {list(turn.shape)}")
+        expect(name, turn, (tokens, turn.shape[1]), qk.dtype, qk.device, dense_from=1)
+    if (kv is None) != (v is None) or (kv is None and all_heads != heads):
+        raise ValueError("v: values, keys and a pool are given together")
+    if kv is not None and v is not None:
+        _check_pool(kv, scales)
+        expect("kv", kv, (kv.shape[0], all_heads - heads, 2, kv.shape[3], head_dim), kv.dtype, qk.device, dense_from=5)
+        expect("v", v, (tokens, all_heads - heads, head_dim), qk.dtype, qk.device, dense_from=1)
+        if scales is None and kv.dtype != qk.dtype:
+            raise ValueError(f"kv: is {kv.dtype}, qk is {qk.dtype}")
+    for name, tensor in (("block_ids", block_ids), ("offsets", offsets)):
+        expect(name, tensor, (tokens,), torch.int64, qk.device)
+    out = torch.empty((tokens, heads, head_dim), dtype=qk.dtype, device=qk.device)
+    if choose("norm_rope_write", qk.device, qk.dtype) == "triton":
+        from moonpool.engine.kernels.triton import ops
+
+        ops.norm_rope_write(qk, v, out, norms, angles, kv, scales, block_ids, offsets)
+    else:
+        reference.norm_rope_write(qk, v, out, norms, angles, kv, scales, block_ids, offsets)
+    return out
 
 
 def copy_blocks(pool: Tensor, source: Tensor, target: Tensor) -> None:

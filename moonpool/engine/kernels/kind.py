@@ -1,4 +1,4 @@
-"""What attention has beside softmax(q k^T * scale) v: a window, chunks, a soft cap, sinks."""
+"""What attention has beside softmax(q k^T * scale) v: a window, chunks, a soft cap, sinks, norms of heads."""
 
 from __future__ import annotations
 
@@ -46,6 +46,24 @@ class AttentionKind:
         else:
             sinks = self.sinks.view(-1, scores.shape[1] // repeats)[heads].repeat(1, repeats)
         return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)[..., None]), dim=-1), dim=-1)[..., :-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """A norm of each head of queries and keys, as `moonpool.engine.kernels.reference.norm` has it."""
+
+    q_weight: Tensor | None
+    """float32: [D], or [heads, D]."""
+    k_weight: Tensor | None
+    """float32: [D], or [kv_heads, D]; None if queries have none, or if there are no keys."""
+    q_bias: Tensor | None
+    """float32 [D]."""
+    k_bias: Tensor | None
+    eps: float
+    centred: bool
+    wide: bool
+    last: bool
+    """Whether the norm follows rotation, instead of standing before."""
 
 
 def first_seen(position: Position, window: int, *, chunked: bool) -> Position:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moonpool.engine.kernels.experts import ExpertMatrices
-from moonpool.engine.kernels.kind import PLAIN, AttentionKind, first_seen
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind, HeadNorms, first_seen
 
 #: Largest magnitude of a stored value, per type of quantised KV.
 QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -113,6 +113,40 @@ def write_kv(
         if scales is not None:
             stored, scales[block_ids, :, plane, offsets] = _quantize(part.float(), kv.dtype)
         kv[block_ids, :, plane, offsets] = stored
+
+
+def norm_rope_write(
+    qk: Tensor,  # [T, heads + kv_heads, D], rows dense, stride(0) free
+    v: Tensor | None,  # [T, kv_heads, D], rows dense, stride(0) free; None: nothing is stored
+    out: Tensor,  # [T, heads, D], contiguous
+    norms: HeadNorms | None,
+    angles: tuple[Tensor, Tensor] | None,  # cos and sin as of `rope`, [T, width]
+    kv: Tensor | None,
+    scales: Tensor | None,
+    block_ids: Tensor,  # [T] int64
+    offsets: Tensor,  # [T] int64
+) -> None:
+    """Norm and rotate queries and keys; write queries to `out`, and keys with values to the pool: see `write_kv`.
+
+    The leading elements of a head, as many as angles have, are rotated. All are rounded after each operation.
+    """
+    heads, found = out.shape[1], torch.empty_like(qk, memory_format=torch.contiguous_format).copy_(qk)
+    if norms is not None and not norms.last:
+        _norm_heads(found, heads, norms)
+    if angles is not None:
+        turned = found[..., : angles[0].shape[1]]
+        rope(turned.clone(), *angles, turned)
+    if norms is not None and norms.last:
+        _norm_heads(found, heads, norms)
+    out.copy_(found[:, :heads])
+    if kv is not None:
+        write_kv(found[:, heads:], v, kv, scales, block_ids, offsets)
+
+
+def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms) -> None:
+    parts = ((qk[:, :heads], norms.q_weight, norms.q_bias), (qk[:, heads:], norms.k_weight, norms.k_bias))
+    for part, weight, bias in parts:
+        norm(part, None, weight, bias, norms.eps, part, centred=norms.centred, wide=norms.wide)
 
 
 def _quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from moonpool.base.families.spec import FeedForwardSpec, NormSpec
 from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.deterministic import elementwise
+from moonpool.engine.kernels.kind import HeadNorms
 from moonpool.engine.weights.linear import Linear
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -39,6 +40,15 @@ class Norm:
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
         return sum(part.nbytes for part in (self.weight, self._bias) if part is not None)
+
+    @staticmethod
+    def of_heads(q: Norm | None, k: Norm | None, *, last: bool) -> HeadNorms | None:
+        """Return the norms of each head of queries and keys, if they have any; `last`: behind the rotation."""
+        if q is None:
+            return None
+        centred, keys = q.spec.kind == "layer", (None, None) if k is None else (k._wide, k._wide_bias)
+        parts = q._wide, keys[0], q._wide_bias, keys[1]
+        return HeadNorms(*parts, q.spec.eps, centred=centred, wide=centred or q.spec.wide, last=last)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Return the norm of `x` [T, ..., n]; with `residual`, `residual` becomes x + residual first and is normed.

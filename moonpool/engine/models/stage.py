@@ -21,7 +21,7 @@ from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.families.spec import AttentionSpec, LayerSpec
 from moonpool.engine.kernels import choice, ops
 from moonpool.engine.kernels.arranged_weights import ArrangedWeight
-from moonpool.engine.kernels.attention import paged_attention, write_kv
+from moonpool.engine.kernels.attention import norm_rope_write, paged_attention, write_kv
 from moonpool.engine.kernels.deterministic import elementwise, in_tiles
 from moonpool.engine.kernels.int8_head import Int8Head
 from moonpool.engine.kernels.kind import AttentionKind
@@ -501,13 +501,16 @@ class StageModel:
             v = v * spec.value_factor
         if weights.v_norm is not None:
             v = weights.v_norm(v)
-        if not spec.qk_norm_last:
-            qk = _normed_heads(weights, spec, qk, self.ranks)
-        qk = self._rotated(spec, qk, batch)
-        if spec.qk_norm_last:
-            qk = _normed_heads(weights, spec, qk, self.ranks)
-        stored = (qk[:, heads:], v) if spec.kv_of is None else None
-        attended = self._attended(spec, qk[:, :heads], stored, batch, kv, scales, sinks=weights.sinks)
+        if self._in_one_launch(weights, spec, qk, batch):
+            q, stored = self._ready(weights, spec, qk, v, batch, kv, scales), None
+        else:
+            if not spec.qk_norm_last:
+                qk = _normed_heads(weights, spec, qk, self.ranks)
+            qk = self._rotated(spec, qk, batch)
+            if spec.qk_norm_last:
+                qk = _normed_heads(weights, spec, qk, self.ranks)
+            q, stored = qk[:, :heads], (qk[:, heads:], v) if spec.kv_of is None else None
+        attended = self._attended(spec, q, stored, batch, kv, scales, sinks=weights.sinks)
         if spec.output_gate:
             gates = qkv[:, heads + 2 * kv_heads :]
             attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
@@ -517,6 +520,42 @@ class StageModel:
         if spec.value_width:
             attended = attended[..., : spec.value_width]
         return weights.output(attended.flatten(1), deterministic=self.deterministic)
+
+    def _in_one_launch(self, weights: AttentionWeights, spec: AttentionSpec, qk: Tensor, batch: PackedBatch) -> bool:
+        """Tell whether norms of heads, rotation and KV write are one launch.
+
+        Pictures' rows need keys and values beside the pool. If queries stay as they are, the write alone is one launch.
+        """
+        one = choice.choose("norm_rope_write", qk.device, qk.dtype) == "triton" and not batch.pictures
+        norm = weights.q_norm is not None and spec.qk_norm_over != "all"
+        return one and (norm or (self._turned(spec) > 0 and not spec.qk_norm_last))
+
+    def _turned(self, spec: AttentionSpec) -> int:
+        """Return how many elements of a head are rotated."""
+        return 0 if spec.rope is None else self.config.decoder.ropes[spec.rope].width
+
+    def _ready(
+        self,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        qk: Tensor,
+        v: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> Tensor:
+        """Return queries [T, heads, head_dim] as attention reads them; keys and values are stored."""
+        if spec.qk_norm_over == "all":
+            qk, norms = _normed_heads(weights, spec, qk, self.ranks), None
+        else:
+            norms = Norm.of_heads(weights.q_norm, weights.k_norm, last=spec.qk_norm_last)
+        angles = self._angles(batch, spec.rope) if spec.rope is not None and self._turned(spec) else None
+        own = spec.kv_of is None
+        return norm_rope_write(
+            qk, v if own else None, spec.num_heads, kv if own else None,
+            batch.block_ids if spec.window is None else batch.slot_ids, batch.offsets,
+            norms=norms, angles=angles, scales=scales if own else None,
+        )  # fmt: skip
 
     def _latent_attention(
         self,
@@ -576,19 +615,13 @@ class StageModel:
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""
-        if spec.rope is None:
-            return heads
-        rope = self.config.decoder.ropes[spec.rope]
-        if not rope.width:
+        width = self._turned(spec)
+        if spec.rope is None or not width:
             return heads
         angles = self._angles(batch, spec.rope)
-        if rope.width == spec.head_dim:
-            turned = ops.rope(heads, *angles)
-        else:
-            turned = torch.cat(
-                (ops.rope(heads[..., : rope.width].contiguous(), *angles), heads[..., rope.width :]), dim=-1
-            )
-        return turned
+        if width == spec.head_dim:
+            return ops.rope(heads, *angles)
+        return torch.cat((ops.rope(heads[..., :width].contiguous(), *angles), heads[..., width:]), dim=-1)
 
     def _attended(
         self,

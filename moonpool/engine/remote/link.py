@@ -178,11 +178,14 @@ class StageLink:
             await self._writer.wait_closed()
 
     async def finish(self, reason: str) -> None:
-        """End the connection once all that was sent is with the system."""
-        with contextlib.suppress(OSError):
-            self._writer.transport.set_write_buffer_limits(high=0)
-            await self._writer.drain()
-        self.close(reason)
+        """End the connection once all that was sent is with the system; at once if cancelled."""
+        try:
+            with contextlib.suppress(OSError):
+                # With 0, asyncio's TLS says that an empty buffer is full until the other end does something.
+                self._writer.transport.set_write_buffer_limits(high=0 if self.tls is None else 1)
+                await self._writer.drain()
+        finally:
+            self.close(reason)
         await self.wait_closed()
 
     def _write(self, data: bytes) -> None:

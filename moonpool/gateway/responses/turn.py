@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,7 +71,10 @@ class ResponsesTurn:
         except InvalidRequest as error:
             raise InvalidRequest(error.field or kind, error.message) from None
         given = body.items()
-        earlier = await asyncio.to_thread(lambda: [ResponsesItem.model_validate(item) for item in past])
+        earlier = list[ResponsesItem]()
+        if past:  # may be much more than the body: a thread's work, by turns of tenants
+            checks = gateway.turns.threads.run(tenant, lambda: [ResponsesItem.model_validate(item) for item in past])
+            earlier = await checks
         await _resolve(store, tenant, given)
         return cls(store, gateway.pins, tenant, checked.request_id, body, earlier, given, model)
 

@@ -32,13 +32,15 @@ from moonpool.gateway.serving.client_watch import ClientGoneError, while_connect
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes, to_json_in_pieces
-from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MIN_BEGUN_PROMPTS, MergedStream
+from moonpool.gateway.serving.merged_stream import MAX_BEGUN_PROMPTS, MIN_BEGUN_PROMPTS, MergedStream, results_of
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from moonpool.gateway.serving.pictures import PictureReader
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.served_request import served_request
 
 T = TypeVar("T")
+PROMPT_PARTS = 4
+"""What a list's prompt costs in a response, in log probabilities."""
 MAX_LOOP_SCORES = 256
 """Log probabilities whose text is written on the loop at once: about half a millisecond. More are for a thread."""
 
@@ -142,10 +144,9 @@ class GenerationResponse:
             result = self._finished(tokens, request_metrics)
             self._start(reply, tokens)
             reply.headers.update(self._job.result_headers(result))
-            to_json: Callable[[dict[str, Any]], bytes] = (
-                to_json_in_pieces if scores > MAX_LOOP_SCORES else to_json_bytes
-            )
-            content = await self._written(lambda: to_json(self._formatter.full_response(result)), scores)
+            parts = scores + num_parts(result)
+            to_json: Callable[[dict[str, Any]], bytes] = to_json_in_pieces if parts > MAX_LOOP_SCORES else to_json_bytes
+            content = await self._written(lambda: to_json(self._formatter.full_response(result)), parts)
             await self._formatter.keep()
             await reply.send_json(200, content)
         self._job.on_finished(self._job, result)
@@ -203,15 +204,18 @@ class GenerationResponse:
             request_metrics.placed(whole=whole)
 
         job = self._job
-        streams = [
+        streams = (
             self._client.stream(
                 on_placed=placed, whole=whole, **(job.arguments | prompt | {"request_id": job.request_id_of(index)})
             )
             for index, prompt in enumerate(job.prompts)
-        ]
-        tokens: AsyncTokenStream | MergedStream = streams[0]
-        if len(streams) > 1:
-            tokens = MergedStream(streams, job.sampling.n, self._turns.begun, self._tenant)
+        )
+        number = len(job.prompts)
+        tokens: AsyncTokenStream | MergedStream = (
+            MergedStream(streams, number, job.sampling.n, self._turns.begun, self._tenant)
+            if number > 1
+            else next(streams)
+        )
         return tokens
 
     def _finished(self, tokens: AsyncTokenStream | MergedStream, request_metrics: RequestMetrics) -> GenerateResult:
@@ -260,6 +264,12 @@ class GenerationResponse:
 def num_scores(*logprobs: Sequence[TokenLogprobs | None]) -> int:
     """Log probabilities of tokens, and of the likely tokens beside each."""
     return sum(rows.scores for rows in logprobs if isinstance(rows, LogprobRows | PromptLogprobRows))
+
+
+def num_parts(result: GenerateResult) -> int:
+    """What a list's prompts and the numbers of their embeddings cost in a response, in log probabilities."""
+    results = results_of(result)
+    return sum(PROMPT_PARTS + len(each.embedding) for each in results) if len(results) > 1 else 0
 
 
 def _completed_result(tokens: AsyncTokenStream | MergedStream) -> GenerateResult:

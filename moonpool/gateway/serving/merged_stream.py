@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Self
@@ -28,23 +28,28 @@ MIN_BEGUN_PROMPTS, MAX_BEGUN_PROMPTS = 4, 64
 class MergedStream:
     """Several token streams as one. The second stream's choices are numbered after the first's.
 
-    The first error ends every stream.
+    The first error ends every stream. A stream is made when there is a task for it: whoever sends many prompts does not
+    hold the event loop with them.
     """
 
     def __init__(
-        self, streams: Sequence[AsyncTokenStream], choices_each: int, begun: TenantPlaces, tenant: str
+        self, streams: Iterable[AsyncTokenStream], number: int, choices_each: int, begun: TenantPlaces, tenant: str
     ) -> None:
         """Merge streams.
 
         Args:
             streams: one for each prompt.
+            number: of the streams.
             choices_each: choices of each stream.
             begun: places of prompts that have no token yet, those of all lists.
             tenant: whose list it is.
         """
-        self._streams = streams
+        self._coming = enumerate(streams)  # of which each task takes the next
+        self._number = number
+        self._streams: list[AsyncTokenStream] = []
+        self._running: dict[int, AsyncTokenStream] = {}  # by index
+        self._ended_prompt_tokens = 0
         self._begun, self._tenant = begun, tenant
-        self._places = asyncio.Semaphore(MAX_RUNNING_PROMPTS)
         self._choices_each = choices_each
         self._events: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,12 +69,11 @@ class MergedStream:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of the requests that are placed."""
-        return sum(stream.prompt_tokens for stream in self._streams)
+        return self._ended_prompt_tokens + sum(stream.prompt_tokens for stream in self._running.values())
 
     async def __aenter__(self) -> Self:
-        self._tasks = [
-            asyncio.ensure_future(self._forward(index, stream)) for index, stream in enumerate(self._streams)
-        ]
+        at_once = min(self._number, MAX_RUNNING_PROMPTS)
+        self._tasks = [asyncio.ensure_future(self._forward_each()) for _ in range(at_once)]
         return self
 
     async def __aexit__(
@@ -85,7 +89,7 @@ class MergedStream:
         Raises:
             MoonpoolError: a request failed.
         """
-        running = len(self._streams)
+        running = len(self._tasks)
         while running:
             event = await self._events.get()
             if isinstance(event, Exception):
@@ -96,22 +100,30 @@ class MergedStream:
                 yield event
         self.result = _merged_result([stream.result for stream in self._streams if stream.result is not None])
 
-    async def _forward(self, index: int, stream: AsyncTokenStream) -> None:
-        first = index * self._choices_each
+    async def _forward_each(self) -> None:
+        """Run one stream after the other, until none is left."""
         try:
-            async with self._places:
-                # By the place in the list, so that a list that comes later does not wait for all of an earlier one.
-                place = await self._begun.take(self._tenant, rank=index)
-                try:
-                    async with stream:
-                        async for event in stream:
-                            place.give_back(done=True)  # before the client reads: who does not read holds no place
-                            await self._events.put(replace(event, choice=first + event.choice))
-                finally:
-                    place.give_back(done=False)
+            for index, stream in self._coming:
+                self._streams.append(stream)
+                self._running[index] = stream
+                await self._forward(index, stream)
+                del self._running[index]
+                self._ended_prompt_tokens += stream.prompt_tokens
             await self._events.put(None)
         except Exception as error:
             await self._events.put(error)
+
+    async def _forward(self, index: int, stream: AsyncTokenStream) -> None:
+        first = index * self._choices_each
+        # By the place in the list, so that a list that comes later does not wait for all of an earlier one.
+        place = await self._begun.take(self._tenant, rank=index)
+        try:
+            async with stream:
+                async for event in stream:
+                    place.give_back(done=True)  # before the client reads: who does not read holds no place
+                    await self._events.put(replace(event, choice=first + event.choice))
+        finally:
+            place.give_back(done=False)
 
 
 @dataclass(frozen=True, slots=True)

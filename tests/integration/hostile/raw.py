@@ -227,7 +227,7 @@ class Stack:
             assert service.pid == self._pids[service.id]
         assert self.client.generate(token_ids=self.prompt, sampling=GREEDY).token_ids == self.expected
         self._give_back()
-        wait_at_rest(self.stack.address, timeout_s=30)
+        wait_at_rest(self.stack.address, timeout_s=60)
         assert not (found := "\n".join(self.tracebacks())), found
 
     def tracebacks(self) -> Iterator[str]:

@@ -1,8 +1,4 @@
-"""A conversation's first turn is found by the second one, also when its prompt is shorter than a block.
-
-The first file of this folder, by its name: after some loads that were slow, on a busy machine, the conductor may find
-that computing is quicker.
-"""
+"""A conversation's first turn is found by the second one, also when its prompt is shorter than a block."""
 
 import threading
 import time
@@ -14,7 +10,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import read_gauges
 from moonpool.client import Client
 from tests.integration.conftest import BLOCK, tokens
-from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
+from tests.integration.stack import REST_TIMEOUT_S, TRIES, CheckedStack
 
 
 def indexed(client: Client) -> int:
@@ -36,21 +32,24 @@ def test_a_turn_that_follows_at_once_finds_the_answer(stack: CheckedStack, lengt
 
     All are stored in the end, but for the last token of each answer, which is sampled and not computed.
     """
-    prompt = tokens(length, f"at once {length}")
     whole = 10 - length // BLOCK
     answer = whole * BLOCK + BLOCK - length % BLOCK
+    full = (length + answer - 1) // BLOCK
     greedy = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     with Client(stack.address) as client:
-        before = indexed(client)
-        first = client.generate(token_ids=prompt, sampling=greedy)
-        turn = prompt + first.token_ids + tokens(9, "next")
-        second = client.generate(token_ids=turn, sampling=SamplingParams(max_tokens=2, ignore_eos=True))
-        wait_indexed(client, before + (len(turn) + 1) // BLOCK)
-        assert indexed(client) == before + (len(turn) + 1) // BLOCK
-    full = (length + answer - 1) // BLOCK
-    print(f"{second.usage.cached_tokens} of {full * BLOCK} tokens")
+        for tried in range(TRIES):
+            prompt, before = tokens(length, f"at once {length} {tried}"), indexed(client)
+            first = client.generate(token_ids=prompt, sampling=greedy)
+            turn = prompt + first.token_ids + tokens(9, "next")
+            second = client.generate(token_ids=turn, sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+            wait_indexed(client, before + (len(turn) + 1) // BLOCK)
+            assert indexed(client) == before + (len(turn) + 1) // BLOCK
+            assert first.usage.cached_tokens == 0
+            print(f"{second.usage.cached_tokens} of {full * BLOCK} tokens")
+            if second.usage.cached_tokens >= (full - 2) * BLOCK:
+                break
+            stack.restart("prefill-0")  # it has learnt that loads are slow
     assert (full - 2) * BLOCK <= second.usage.cached_tokens <= full * BLOCK
-    assert first.usage.cached_tokens == 0
 
 
 def test_blocks_are_stored_while_the_answer_grows(stack: CheckedStack) -> None:

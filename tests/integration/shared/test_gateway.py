@@ -27,7 +27,7 @@ from tests.integration.conftest import BLOCK, tokens, wait_busy
 from tests.integration.reference import LOGPROB_TOLERANCE, Reference
 from tests.integration.shared.conftest import MODEL, TURNS
 from tests.integration.shared.schemas import SCHEMAS, Schema
-from tests.integration.stack import CheckedStack
+from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 
 SCHEMA = {
     "type": "object",
@@ -235,8 +235,8 @@ def test_client_that_leaves(stack: CheckedStack, address: str) -> None:
     with socket.create_connection((host, int(port))) as connection:
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        wait_busy(stack.address, "decode-0", 20)
-    wait_at_rest(stack.address, 20)
+        wait_busy(stack.address, "decode-0", REST_TIMEOUT_S)
+    wait_at_rest(stack.address, REST_TIMEOUT_S)
 
 
 def test_trace_reaches_the_conductor(stack: CheckedStack, client: openai.OpenAI) -> None:

@@ -138,15 +138,15 @@ def test_two_stacks(
         "  m-2 (http://host:2, /models/m)",
     ]
     assert run_stop("m-2") == 0
-    assert second.wait(10) == 0
+    assert second.wait(60) == 0
     assert run_stop("m-2") == 1
     assert capsys.readouterr().err.startswith("another stack is running; ")
     assert first.poll() is None
     third = start(tmp_path / "b")
     assert run_stop(data_dir=tmp_path / "a") == 0
-    assert first.wait(10) == 0
+    assert first.wait(60) == 0
     assert run_stop(str(third.pid)) == 0
-    assert third.wait(10) == 0
+    assert third.wait(60) == 0
     assert capsys.readouterr().out == "stopped m\nstopped m-2\n"
     assert list(state_folder().iterdir()) == []
 
@@ -206,7 +206,7 @@ def test_a_data_folder_is_held_against_stacks_whose_records_are_elsewhere(
         pass
     assert not list(state_folder().glob("*.json"))
     first.send_signal(signal.SIGTERM)
-    assert first.wait(10) == 0
+    assert first.wait(60) == 0
     with recorded_stack(tmp_path / "data", "m"):
         pass
 
@@ -233,7 +233,7 @@ def test_a_killed_stack_leaves_a_record_that_the_next_one_replaces(
     first.wait()
     second = start(tmp_path)
     assert run_stop(data_dir=tmp_path) == 0
-    assert second.wait(10) == 0
+    assert second.wait(60) == 0
 
 
 def test_the_folder_must_be_this_users_alone(runtime_dir: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """How instances come to belong to the cluster, and how they are lost; with agents, and with Join spoken by hand."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -106,26 +108,40 @@ async def test_silence_is_loss() -> None:
         assert "nothing was heard" in str(caught.value)
 
 
+@asynccontextmanager
+async def reporting(call: Any, member: FakeMember) -> AsyncIterator[None]:
+    """A member says again and again that it is there: else its time may be over before it is needed."""
+
+    enough = asyncio.Event()
+
+    async def report() -> None:
+        while not enough.is_set():
+            await call.write(conductor_pb2.JoinRequest(load=member.load))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), 0.1)
+
+    told = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        enough.set()  # and not cancelled: a write that is cancelled ends the stream
+        await told
+
+
 async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
     silent = decode(0, hold_at=2)
     async with stack(prefill(), heartbeat_s=0.3) as s:
         call = await s.call_join(await s.serve(silent))
         assert await answer(call) == "welcome"
         params = SamplingParams(max_tokens=6, temperature=0.0)
-        asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
-        await silent.until(lambda: len(silent.requests) == 1)
+        async with reporting(call, silent):
+            asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
+            await silent.until(lambda: len(silent.requests) == 1)
         await s.join(decode(1))
         result = await asked
         assert result.token_ids == expected(20, 6)
         assert [placement.decode for placement in result.placements] == ["decode-0", "decode-1"]
         await s.rest()
-
-
-async def report(call: Any, member: FakeMember) -> None:
-    """Say again and again that a member is there."""
-    while True:
-        await call.write(conductor_pb2.JoinRequest(load=member.load))
-        await asyncio.sleep(0.1)
 
 
 async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_no_request() -> None:
@@ -134,13 +150,10 @@ async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_n
         hello = await s.serve(d)
         old = await s.call_join(hello)
         assert await answer(old) == "welcome"
-        reporting = asyncio.create_task(
-            report(old, d)
-        )  # or its time is over before the request is there, on a busy machine
         params = SamplingParams(max_tokens=6, temperature=0.0)
-        asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
-        await d.until(lambda: d.streams == 1)
-        reporting.cancel()
+        async with reporting(old, d):
+            asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
+            await d.until(lambda: d.streams == 1)
         await s.follow(d, hello)
         with pytest.raises(MoonpoolError) as caught:
             await answer(old)
@@ -159,8 +172,9 @@ async def test_losing_a_prefill_does_not_end_what_decodes() -> None:
         assert await answer(call) == "welcome"
         stream = s.client.stream(token_ids=list(range(30, 50)), sampling=SamplingParams(max_tokens=6, temperature=0.0))
         events, tokens = aiter(stream), list[int]()
-        while len(tokens) < 3:
-            tokens += (await anext(events)).token_ids
+        async with reporting(call, p):
+            while len(tokens) < 3:
+                tokens += (await anext(events)).token_ids
         await s.until(lambda: s.cluster.registry.get("prefill-0") is None)
         d.go.set()
         async for event in events:

@@ -27,7 +27,7 @@ async def test_a_request_waits_until_its_limit_can_be_kept() -> None:
     async with stack(p, d, queue_deadline_s=60.0) as s:
         await told(s, p, 1.0)
         asked = asyncio.create_task(
-            s.client.generate(token_ids=PROMPT, sampling=GREEDY, slo=Slo(ttft_s=2.0), tenant="ann", request_id="r")
+            s.client.generate(token_ids=PROMPT, sampling=GREEDY, slo=Slo(ttft_s=30.0), tenant="ann", request_id="r")
         )
         await s.until(lambda: len(s.servicer.core.scheduler.slo_queue) == 1)
         state = (await s.client.cluster_state()).queue

@@ -28,7 +28,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
     channel.send(OpenKVGateMessage(7, 3))
     assert await channel.receive() == STEP
     assert await channel.receive() == OpenKVGateMessage(7, 3)
-    thread.join(10)
+    thread.join(60)
     assert got == [STEP, OpenKVGateMessage(7, 3)]
     engine.close()
     with pytest.raises(ChannelClosed):

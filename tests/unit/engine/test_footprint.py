@@ -61,7 +61,6 @@ def largest_steps(longest: int) -> list[tuple[SequenceStep, ...]]:
     ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("launcher", [execute, pytest.param(start_worker, marks=pytest.mark.slow)])
 async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str, launcher: Launcher) -> None:
@@ -92,7 +91,6 @@ def mapped_weights(pid: int) -> set[tuple[str, ...]]:
     return {tuple(line.split()[3:]) for line in lines if line.endswith(".weights")}
 
 
-@pytest.mark.timeout(300)
 async def test_engines_of_a_host_map_the_same_pages(checkpoint: Path, tmp_path: Path) -> None:
     """Weights of two engines are pages of one file; an engine with a head in bytes has a second file for them."""
     if library.get() is None:

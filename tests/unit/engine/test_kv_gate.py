@@ -66,7 +66,7 @@ def test_waiting_ends_when_another_thread_opens_or_aborts() -> None:
     thread.start()
     gates.open(1, 0)
     gates.abort(1)
-    thread.join(10)
+    thread.join(60)
     assert results[-1] is False
 
 

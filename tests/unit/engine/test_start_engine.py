@@ -304,8 +304,8 @@ async def test_a_worker_that_dies_idle_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "timeout_s", "error", "message"),
     [
-        ("dies", 20.0, Unavailable, "ended with exit code 9"),
-        ("refuses", 20.0, UnsupportedModel, "rope: not this one"),
+        ("dies", 60.0, Unavailable, "ended with exit code 9"),
+        ("refuses", 60.0, UnsupportedModel, "rope: not this one"),
         ("mute", 0.5, DeadlineExceeded, r"did not go on for 0\.5 s"),
     ],
 )
@@ -336,7 +336,7 @@ from moonpool.engine.start_engine import start_processes
 from moonpool.base.fork_server import execute
 from tests.unit.engine.test_start_engine import FAKE, spec, step
 async def main():
-    async with start_processes(spec(stages=2), start_timeout_s=20, worker_module=FAKE, launcher=execute) as engine:
+    async with start_processes(spec(stages=2), start_timeout_s=60, worker_module=FAKE, launcher=execute) as engine:
         print(*engine.pids, flush=True)
         await engine.run(step(1, {HANG}))
 asyncio.run(main())
@@ -348,7 +348,7 @@ asyncio.run(main())
         parent.kill()
     assert len(gone) == 2
     for fd in gone:
-        assert select.select([fd], [], [], 10)[0], "a worker outlived its parent"
+        assert select.select([fd], [], [], 60)[0], "a worker outlived its parent"
         os.close(fd)
 
 

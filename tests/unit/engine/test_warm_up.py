@@ -182,7 +182,7 @@ def test_no_step_launches_what_warm_up_did_not(
         "join_parts",
         "_copy",
         "_norm",
-        "_rope",
+        "_norm_rope_write",
         "_silu_mul",
         "_pick",
         "_keep_leading",

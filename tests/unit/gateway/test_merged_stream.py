@@ -1,6 +1,7 @@
 """Several prompts in one plain completion: their answers are numbered on, and one that fails ends all."""
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,20 @@ import pytest
 from moonpool.base.errors import Overloaded
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.base.runtime.tenant_turns import LEAST_BESIDE, TenantPlaces
-from moonpool.client import AsyncClient
+from moonpool.client import AsyncClient, AsyncTokenStream
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import GenerateCall
-from moonpool.gateway.serving.merged_stream import MIN_BEGUN_PROMPTS, MergedStream
+from moonpool.gateway.serving.merged_stream import (
+    MAX_QUEUED_EVENTS,
+    MAX_RUNNING_PROMPTS,
+    MIN_BEGUN_PROMPTS,
+    MergedStream,
+)
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.gateway.test_client_disconnect import HeldCall, Holding
 from tests.unit.gateway.test_openai_completions import events
 
-from .fakes import Answers, answering, make_gateway, settings, tokenizer
+from .fakes import Answers, answering, make_gateway, ready, settings, tokenizer
 
 
 def of_prompt(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -76,11 +82,36 @@ async def test_leaving_cancels_all() -> None:
     """Those that run and wait."""
     holding = [Holding(answer()[:2]) for _ in range(2)]
     streams = [AsyncClient(transport=transport).stream(prompt="x") for transport in holding]
-    async with MergedStream(streams, 1, TenantPlaces(2, 2), "ann") as several:
+    async with MergedStream(streams, len(streams), 1, TenantPlaces(2, 2), "ann") as several:
         async for _ in several:
             break
         await asyncio.gather(*(transport.call.held.wait() for transport in holding))
     assert all(transport.call.cancelled for transport in holding)
+
+
+async def test_streams_are_made_when_there_is_a_task_for_them() -> None:
+    """The event loop is not held by a long list. Prompt tokens of those that have ended count, too."""
+    made, client = 0, ready(FakeConductor(of_prompt)).async_client()
+
+    def make(number: int) -> Iterator[AsyncTokenStream]:
+        nonlocal made
+        for index in range(number):
+            made += 1
+            yield client.stream(token_ids=[index])
+
+    number, most = 3 * MAX_RUNNING_PROMPTS, list[int]()
+    async with MergedStream(make(number), number, 1, TenantPlaces(64, 64), "ann") as several:
+        ended = 0
+        async for event in several:
+            most.append(made - ended)
+            ended += event.finish_reason is not None
+    assert made == number
+    assert max(most) <= MAX_RUNNING_PROMPTS + MAX_QUEUED_EVENTS + 1
+    assert several.prompt_tokens == 3 * number
+    assert several.result is not None
+    assert several.result.usage.prompt_tokens == 3 * number
+    texts = [choice.text for choice in several.result.choices]
+    assert texts == [f"{index} {index + 1} " for index in range(number)]
 
 
 class Unanswered(Holding):

@@ -38,7 +38,7 @@ class Lives:
         child.kill()
         told += child.stdout.read().splitlines(keepends=True)
         child.stdout.close()
-        child.wait(10)
+        child.wait(60)
         self.lives += 1
         for line in told:
             if not line.endswith(b"\n"):

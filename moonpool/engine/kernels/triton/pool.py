@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moonpool.engine.kernels.triton.tiles import padded
 
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+#: Largest magnitude of a stored value.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _CHUNK_BYTES = 16384  # per `copy_blocks` program: 128 threads with 8 loads of 16 bytes each
 
 
@@ -47,7 +48,7 @@ def write_kv(
         _write_quantized[tokens, kv_heads, planes](
             k, v, kv.view(torch.uint8) if float8 else kv, scales, block_ids, offsets, *where, scales.stride(0),
             PLANE=kv.stride(2), SCALE_PLANE=scales.stride(2), **shape,
-            PADDED_DIM=padded(head_dim), FLOAT8=float8, LARGEST=_LARGEST[kv.dtype],
+            PADDED_DIM=padded(head_dim), FLOAT8=float8, LARGEST=LARGEST[kv.dtype],
         )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def _write(
 
 
 @triton.jit
-def _quantize(x, FLOAT8: tl.constexpr, LARGEST: tl.constexpr):
+def quantize(x, FLOAT8: tl.constexpr, LARGEST: tl.constexpr):
     """Return `x`, float32, in the pool's type: to nearest even, saturated. Float8 as bits, on any device."""
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     if FLOAT8:
@@ -135,7 +136,7 @@ def _write_quantized(
     numbers = tl.load(source + tl.program_id(1) * HEAD_DIM + dims, mask=inside, other=0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(numbers), 0), LARGEST)
     divisor = tl.where(scale > 0, scale, 1.0)
-    stored = _quantize(tl.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape)), FLOAT8, LARGEST)
+    stored = quantize(tl.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape)), FLOAT8, LARGEST)
     slot = block * block_units * UNIT + plane * PLANE + offset * HEAD_DIM
     tl.store(kv + slot + dims, stored, mask=inside)
     tl.store(scales + block * scale_stride + plane * SCALE_PLANE + offset, scale)

@@ -1,8 +1,8 @@
 """Tile shapes and launch parameters of the attention kernels, and how a launch is cut along the keys.
 
 A small table instead of an autotuner: the choice does not vary from run to run, the first request waits for no search,
-and a captured CUDA graph holds what every other process runs. The table was derived from what the compiler reports and
-has not been measured on a GPU.
+and a captured CUDA graph holds what every other process runs. The table was derived from what the compiler reports; the
+tiles over latent vectors and the parts were chosen among others on an H200 (docs/measured/gpu_h200.md).
 
 Why these shapes (Hopper first; registers and shared memory as compiled, without spills):
 - Decode reads every key and value once, so bytes in flight decide the speed. One key/value head's query heads are the
@@ -18,6 +18,7 @@ Why these shapes (Hopper first; registers and shared memory as compiled, without
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,14 +29,19 @@ from moonpool.engine.kernels.triton import is_gpu
 #: Keys per part in deterministic mode: a property of the arithmetic, so it may depend on nothing.
 EXACT_PART = 1024
 
-#: A part shorter than this costs more in starting and joining than it gains.
-MIN_PART = 256
+#: A part shorter than this costs more in starting and joining than it gains; where all processors have work without a
+#: split, than LONG_PART.
+MIN_PART, LONG_PART = 256, 1024
+
+#: Parts are joined one by one: the more keys there are, the longer the parts whose time and joining cost least.
+JOINED_AS_KEYS = 32
 
 #: Parts that a program which joins loads together.
 JOINED_AHEAD = 4
 
-#: Programs per multiprocessor that a split launch aims at: some rounds, so that the last one costs little.
-PROGRAMS_PER_PROCESSOR = 8
+#: Programs per multiprocessor that a split launch aims at: as many as run together; where there is work for all without
+#: a split, some rounds, so that the last one costs little.
+TOGETHER, ROUNDS = 2, 8
 #: Rows of a sequence up to which "small" is chosen over "prefill".
 SMALL_ROWS = 64
 
@@ -83,23 +89,28 @@ _TILES_OF_WARPS = _TILES | {
 _FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
 
 
-#: Over latent vectors, for few query heads and for many. Sums of 512 elements fill the registers: 64 rows would spill.
+#: Over latent vectors, for few query heads and for many. Sums of 512 elements fill the registers: 64 rows would spill,
+#: but where four warps multiply together and registers are to spare: neither is KV widened, nor are parts joined at
+#: once. On an H200 these take half the time.
 _LATENT_TILES = (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3))
+_LATENT_OF_WARPGROUPS = Tile(64, 64, 8, 2)
 _LATENT_FLOAT32 = Tile(16, 16, 8, 2)
 #: Shared memory from which there is room for the many.
 _LATENT_SHARED = 96 << 10
 
 
-def latent_group(heads: int, dtype: torch.dtype, limits: Limits) -> int:
+def latent_group(heads: int, dtype: torch.dtype, stored: torch.dtype, limits: Limits, *, exact: bool) -> int:
     """Return how many query heads over latent vectors are rows of one program: a divisor of `heads`."""
-    most = _latent_tile(dtype, limits, few=False).rows
+    most = _latent_tile(dtype, limits, few=False, spare=stored == dtype and not exact).rows
     return max(count for count in range(1, most + 1) if heads % count == 0)
 
 
-def _latent_tile(dtype: torch.dtype, limits: Limits, *, few: bool) -> Tile:
+def _latent_tile(dtype: torch.dtype, limits: Limits, *, few: bool, spare: bool) -> Tile:
     if dtype == torch.float32:
         return _LATENT_FLOAT32
-    return _LATENT_TILES[0 if few or limits.shared_bytes < _LATENT_SHARED else 1]
+    if few or limits.shared_bytes < _LATENT_SHARED:
+        return _LATENT_TILES[0]
+    return _LATENT_OF_WARPGROUPS if limits.warpgroups and spare else _LATENT_TILES[1]
 
 
 def tile_for(
@@ -121,7 +132,8 @@ def tile_for(
     tiles = _FLOAT32_TILES if dtype == torch.float32 else modes[mode]
     tile = tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
     if rest:
-        tile = _latent_tile(dtype, limits, few=mode == "decode" and group <= _LATENT_TILES[0].rows)
+        few, spare = mode == "decode" and group <= _LATENT_TILES[0].rows, stored == dtype and mode != "exact"
+        tile = _latent_tile(dtype, limits, few=few, spare=spare)
     tile = replace(
         tile,
         rows=max(tile.rows, padded(group)),
@@ -143,8 +155,12 @@ def part_keys(programs: int, max_context: int, processors: int, step: int) -> in
         processors: Multiprocessors of the device.
         step: Keys of a tile.
     """
-    parts = -(-PROGRAMS_PER_PROCESSOR * processors // max(programs, 1))
-    keys = max(-(-max_context // parts), MIN_PART)
+    if programs < processors:
+        rounds, least = TOGETHER, max(MIN_PART, math.isqrt(JOINED_AS_KEYS * max_context))
+    else:
+        rounds, least = ROUNDS, LONG_PART
+    parts = -(-rounds * processors // max(programs, 1))
+    keys = max(-(-max_context // parts), least)
     return -(-keys // step) * step
 
 

@@ -71,7 +71,9 @@ class AttentionShape:
     @property
     def group(self) -> int:
         """Query heads of a program."""
-        return latent_group(self.heads, self.dtype, self.limits) if self.rest else self.heads // self.kv_heads
+        if not self.rest:
+            return self.heads // self.kv_heads
+        return latent_group(self.heads, self.dtype, self.stored, self.limits, exact=self.deterministic)
 
     @property
     def groups(self) -> int:

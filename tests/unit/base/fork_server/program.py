@@ -48,7 +48,7 @@ def main(what: str) -> None:
         engine_started()
         told |= {"worker": worker.pid, "children": children()}
         worker.kill()
-        told |= {"worker's end": worker.wait(20)}
+        told |= {"worker's end": worker.wait(60)}
     print(json.dumps(told), flush=True)
     match what:
         case "wait":

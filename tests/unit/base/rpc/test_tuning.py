@@ -50,6 +50,28 @@ def test_freed_memory_is_kept_until_it_is_handed_back() -> None:
     assert kept - after > 100 << 20
 
 
+COLLECTED = """
+import gc
+from moonpool.base.rpc.tuning import tune_gc
+tune_gc()
+looked = []
+def look(phase, info):
+    if phase == "start" and info["generation"] < 2:
+        looked.append(sum(len(gc.get_objects(generation=at)) for at in range(1 + info["generation"])))
+gc.callbacks.append(look)
+tree = [[number] for number in range(600_000)]
+gc.callbacks.clear()
+print(len(looked), max(looked))
+"""
+
+
+def test_the_collector_looks_at_few_objects_at_once() -> None:
+    """Each look holds the interpreter lock: a large answer's text is made of a million objects."""
+    told = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=True).stdout.split()
+    assert int(told[0]) > 20
+    assert int(told[1]) < 100_000
+
+
 def test_memory_is_handed_back_at_rest_and_after_a_load_only() -> None:
     rest, load = 100 << 20, (100 << 20) + KEPT_BYTES + 1
     freed = FreedMemory(0.0, rest)

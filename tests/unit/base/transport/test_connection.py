@@ -205,7 +205,7 @@ async def test_regions_of_a_connection_that_ends_are_unmapped_beside_the_event_l
     go, closed = threading.Event(), threading.Event()
 
     def close() -> None:
-        assert go.wait(10.0)
+        assert go.wait(60.0)
         closed.set()
 
     async with pair() as link:

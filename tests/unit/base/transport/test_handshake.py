@@ -81,9 +81,9 @@ async def ends(
     config = TransportConfig(kv_transports=connections, kv_transports_dir=folder)
     transports = open_transports(config)
     served = transports if uid is None else (SharedMemoryTransport(folder, uid),)
-    server = TransportListener(served, EPOCH, handshake_s=options.pop("handshake_s", 5.0))
+    server = TransportListener(served, EPOCH, handshake_s=options.pop("handshake_s", 60.0))
     pool = pool_of()
-    both = Ends(server, TransportDialer(transports, shared(pool), dial_s=5.0), transports)
+    both = Ends(server, TransportDialer(transports, shared(pool), dial_s=60.0), transports)
     async with server.running(config):
         yield both
     for connection in both.connections:

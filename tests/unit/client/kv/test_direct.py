@@ -285,7 +285,7 @@ async def test_a_client_that_is_dropped_without_close_ends_its_thread_and_its_st
         (thread,) = [each for each in threading.enumerate() if each.name == "moonpool-client"]
         del client
         gc.collect()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
     async with stored(folder, "local") as store:

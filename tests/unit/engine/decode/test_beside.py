@@ -7,6 +7,7 @@ import pytest
 from moonpool.base.errors import MoonpoolError, StreamBroken, TransferFailed
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.base.transport.fakes import LAYOUT
+from tests.unit.clocks import StandingClock
 from tests.unit.engine.decode.calls import conducting, reserve, sending, slices, transfer
 from tests.unit.fakes.beside import Held
 from tests.unit.instances import BLOCK, WAIT_S, Decode, decoding, prompt, spec
@@ -88,9 +89,8 @@ async def test_nothing_is_promised_by_who_drains_when_it_has_been_read() -> None
 
 @pytest.mark.parametrize("way", ["cancelled", "lease", "stream"])
 async def test_blocks_that_a_thread_writes_stay_their_request_s_until_it_is_done(way: str) -> None:
-    threads = Held(on=False)
-    lease_s = 0.05 if way == "lease" else 30.0
-    async with decoding(executor=threads, lease_s=lease_s) as decode, conducting(decode) as conductor:
+    threads, clock = Held(on=False), StandingClock()
+    async with decoding(executor=threads, lease_s=0.1) as decode, conducting(decode) as conductor:
         async with sending(decode) as sender:
             target = await reserve(decode, spec("a", TOKENS))
             if way == "cancelled":
@@ -102,6 +102,8 @@ async def test_blocks_that_a_thread_writes_stay_their_request_s_until_it_is_done
             [live] = decode.service.executor
             if way == "cancelled":
                 await conductor.cancel("a", target)
+            if way == "lease":
+                clock.now_s += 1.0
             if way != "stream":
                 await decode.until(lambda: live.ending)
                 with pytest.raises(TransferFailed):

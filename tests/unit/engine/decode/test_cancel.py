@@ -4,6 +4,7 @@ import pytest
 
 from moonpool.base.errors import TransferFailed
 from moonpool.v1 import kv_pb2
+from tests.unit.clocks import StandingClock
 from tests.unit.engine.decode.calls import conducting, reserve, sending, slices, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, spec
@@ -96,11 +97,19 @@ async def test_conductor_leaves() -> None:
 @pytest.mark.parametrize("opened", [False, True])
 async def test_lease_ends(opened: bool) -> None:
     """Nothing is heard: the promise ends, the conductor and the sender are told."""
-    tokens = prompt(20)
-    async with decoding(lease_s=0.3) as decode, conducting(decode) as conductor, sending(decode) as sender:
+    tokens, clock = prompt(20), StandingClock()
+    async with decoding(lease_s=0.1) as decode, conducting(decode) as conductor, sending(decode) as sender:
         target = await reserve(decode, spec("a", tokens))
         outbound = await sender.open(target) if opened else None
         await conductor.start("a", target, 9)
+        [live] = decode.service.executor
+        await decode.until(lambda: live.subscriber is not None)
+
+        def ended() -> bool:
+            clock.now_s += 1.0  # again and again: the transfer, once open, has a lease of its own
+            return live.ending
+
+        await decode.until(ended)
         await conductor.until(lambda: "a" in conductor.failed)
         assert "no frame of the transfer came" in conductor.failed["a"]
         await decode.rest()
@@ -112,9 +121,10 @@ async def test_lease_ends(opened: bool) -> None:
 
 async def test_lease_of_what_nobody_starts() -> None:
     """All KV is there, but the conductor never says a word."""
-    tokens = prompt(20)
-    async with decoding(lease_s=2.0) as decode:  # a busy machine's time for the transfer
+    tokens, clock = prompt(20), StandingClock()
+    async with decoding(lease_s=0.1) as decode:
         await transfer(decode, await reserve(decode, spec("a", tokens)), tokens)
+        clock.now_s += 1.0
         await decode.rest()
         assert decode.service.manager.num_cached == 1
 

@@ -13,6 +13,7 @@ from moonpool.engine.decode.output import AnswerOutput, RequestOutput
 from moonpool.engine.subscriber import Subscriber
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.base.transport.fakes import ROOT
+from tests.unit.clocks import StandingClock
 from tests.unit.engine.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import Decode, decoding, prompt, spec
@@ -102,8 +103,8 @@ async def test_a_parked_sequence_goes_on_and_computes_only_what_is_gone() -> Non
 
 
 async def test_an_answer_that_has_ended_can_be_read_again_for_a_while() -> None:
-    answer = continuation(TOKENS, 5)
-    async with decoding(log_ttl_s=0.8) as decode, conducting(decode, "another") as another:
+    answer, clock = continuation(TOKENS, 5), StandingClock()
+    async with decoding(log_ttl_s=0.1) as decode, conducting(decode, "another") as another:
         async with conducting(decode) as conductor:
             target = await started(decode, conductor, 5)
             await conductor.until(lambda: "a" in conductor.reasons)
@@ -111,6 +112,7 @@ async def test_an_answer_that_has_ended_can_be_read_again_for_a_while() -> None:
         await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[3:]
         assert another.reasons["a"] == conductor.reasons["a"]
+        clock.now_s += 1.0
         await decode.until(lambda: not len(decode.service.core.orphans.retained))
         await resume(another, target, answer[:3], fence=2)
         await another.until(lambda: "a" in another.failed)

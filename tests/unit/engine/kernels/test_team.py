@@ -83,7 +83,6 @@ def run_under_the_sanitizer(folder: Path, program: str, *parts: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_more_threads_than_processors_under_the_sanitizer(tmp_path: Path) -> None:
     limit, team = "    if (threads > team_most()) threads = team_most();\n", tmp_path / "team.cpp"
     text = (build.SOURCES / "team.cpp").read_text()
@@ -92,7 +91,6 @@ def test_more_threads_than_processors_under_the_sanitizer(tmp_path: Path) -> Non
     run_under_the_sanitizer(tmp_path, "team_stress.cpp", team, build.SOURCES / "cpu_sharing.cpp")
 
 
-@pytest.mark.timeout(300)
 def test_a_thread_that_follows_another_one_under_the_sanitizer(tmp_path: Path) -> None:
     run_under_the_sanitizer(tmp_path, "progress_stress.cpp", build.SOURCES / "progress.cpp")
 

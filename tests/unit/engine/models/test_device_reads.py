@@ -146,3 +146,32 @@ def test_what_a_layer_adds_is_added_by_the_next_ones_norm(case: str, apart: int,
         hidden = model.embed(batch.token_ids)
         model.run(hidden, batch, pools(model.config), 0, 4)
     assert adds.count == apart
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations that a GPU would be given."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func is not torch.ops.aten.empty.memory_format
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("case", "launches"), [("llama", 9), ("qwen3", 9), ("gemma3", 12), ("phi", 9), ("hunyuan", 9), ("glm4", 11)]
+)
+def test_launches_of_a_layer(case: str, launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decode step with one part of the keys. Norms of heads, rotation and KV write are one launch."""
+    model, found = on_meta(tmp_path, case), list[str]()
+    for name in ops.__all__:
+        monkeypatch.setattr(ops, name, lambda *args, _name=name, **options: found.append(_name))
+    batch = PackedBatch.build([(tokens_to_bytes([7]), 17, (2, 3))], BLOCK, META)
+    hidden, kv = torch.empty((1, model.config.hidden_size), device=META), pools(model.config)
+    counts = list[int]()
+    for last in (4, 3, 4):  # what layers share is computed first
+        found.clear()
+        with Launches() as torchs, torch.no_grad():  # type: ignore[no-untyped-call]
+            model.run(hidden, batch, kv, 0, last)
+        counts.append(torchs.count + len(found))
+    assert counts[2] - counts[1] == launches

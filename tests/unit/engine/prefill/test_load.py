@@ -147,7 +147,7 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
     async with (
         storing(tokens, frame_bytes=frame) as (store, place),
         storing(tokens) as (other, replica),
-        prefilling(load_timeout_s=0.5 if fault == "mute" else WAIT_S, blocks=8) as prefill,
+        prefilling(load_timeout_s=2.0 if fault == "mute" else WAIT_S, blocks=8) as prefill,
         decoding() as decode,
     ):
         replica.id = "replica"

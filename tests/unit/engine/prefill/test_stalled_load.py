@@ -88,7 +88,7 @@ async def test_past_its_deadline_the_rest_is_computed_while_others_go_on() -> No
     tokens, other = prompt(4 * BLOCK + 3), prompt(2 * BLOCK + 1, 1)
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=0.5, blocks=NO_SPARE_BLOCKS) as prefill,
+        prefilling(load_timeout_s=2.0, blocks=NO_SPARE_BLOCKS) as prefill,
         decoding() as decode,
     ):
         stall_after_layer_0(store)

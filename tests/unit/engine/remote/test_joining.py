@@ -21,7 +21,7 @@ from moonpool.base.errors import ConfigError, Internal, Unavailable
 from moonpool.base.fork_server import Program
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.rpc.roles import RoleGate, fingerprint
-from moonpool.base.rpc.tls import Security
+from moonpool.base.rpc.tls import NAME, Security
 from moonpool.base.scheduling.steps import LayerDone
 from moonpool.engine.messages import (
     EngineSpec,
@@ -448,6 +448,17 @@ async def test_only_engines_of_the_authority_meet(
     async with waiting(checkpoint, listener), asyncio.timeout(WAIT_S):
         with pytest.raises(Unavailable, match=why):
             await join(place(listener.address, checkpoint), theirs)
+
+
+async def test_a_refused_peer_that_stays_is_closed_with_tls_too(checkpoint: Path, tmp_path: Path) -> None:
+    """It takes no place of those who join."""
+    listener = stages_listener(security=security(tmp_path))
+    async with waiting(checkpoint, listener), asyncio.timeout(WAIT_S):
+        tls = security(tmp_path, "client").tls.socket_context(server=False)
+        host, port = parse_address(listener.address)
+        reader, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname=NAME)
+        assert b"a certificate of role client" in await reader.read()  # to its end: the leader closes
+        writer.close()
 
 
 async def test_too_few_stages_and_a_wrong_address_are_named(checkpoint: Path) -> None:

@@ -142,7 +142,6 @@ def agrees(name: str, blocks: str, chains: Chains, capacity: int) -> bool:
     return expected is None or round(share, 4) == expected
 
 
-@pytest.mark.timeout(120)
 def test_the_table_at_10000_blocks_on_the_public_trace(public: tuple[str, Chains]) -> None:
     blocks, chains = public
     names = [name for name in (FULL if blocks == "full" else PUBLISHED) if name != "kv-aware"]  # it takes ten seconds

@@ -243,7 +243,7 @@ class SlowClosing(FileLayer):
 
     def close(self, path: Path) -> None:
         if threading.current_thread() is not threading.main_thread():
-            assert self.permitted.wait(20)
+            assert self.permitted.wait(60)
         self.closed.append(f"{path.name} in {threading.current_thread().name}")
         super().close(path)
 

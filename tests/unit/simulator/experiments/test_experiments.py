@@ -57,7 +57,6 @@ def test_unknown_names_are_refused(policies: list[str], blocks: str) -> None:
         cache(SMALL, silent, policies, [0], blocks)
 
 
-@pytest.mark.timeout(120)
 def test_four_digits_of_the_published_table() -> None:
     """At 10,000 blocks of the public trace; the whole table: tests/unit/kvstore/eviction/test_table.py."""
     try:
@@ -229,7 +228,6 @@ AGAIN = ("cache", "scale", "overload", "conductors", "faults")
 """Experiments that `make test` runs twice."""
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("again", [AGAIN, pytest.param([args[0] for args in TINY], marks=pytest.mark.slow)])
 def test_two_runs_of_an_experiment_give_the_same_bytes_under_any_hash_seed(again: Sequence[str]) -> None:
     assert {args[0] for args in TINY} | {"replay"} == set(get_group(experiments).commands)  # which reads a journal

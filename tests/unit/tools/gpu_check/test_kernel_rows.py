@@ -18,6 +18,7 @@ from tools.gpu_check.kernel_rows import (
     Sizes,
     copy_row,
     decode_row,
+    heads_rows,
     latent_rows,
     norm_rows,
     prefill_rows,
@@ -53,6 +54,8 @@ def test_kernels_are_told_by_what_they_read_and_write() -> None:
     check(decode_row(ON, SMALL, 3, 32), 3 * 32 * token / 0.25 / 1e9, "copy", copied)
     check(write_row(ON, SMALL, 20), 2 * 20 * token / 0.25 / 1e9, "copy", copied)
     check(copy_row(ON, SMALL, 2), 2 * 2 * 3 * 16 * token / 0.25 / 1e9, "copy", copied)
+    for row in heads_rows(ON, SMALL, 20):
+        check(row, 250, "separate launches", 250)
     added, alone, carried = norm_rows(ON, torch.float32, 5, 64)
     check(carried, 4 * 5 * 64 * 4 / 0.25 / 1e9, "two launches", 4 * 5 * 64 * 4 / 0.25 / 1e9)
     check(added, 4 * 5 * 64 * 4 / 0.25 / 1e9, "copy", copied)

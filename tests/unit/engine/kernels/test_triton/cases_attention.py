@@ -92,6 +92,12 @@ def test_quantized_shapes(stored: torch.dtype, dtype: torch.dtype, head_dim: int
 LATENT = {"kv_heads": 1, "head_dim": 72, "rest": 8}
 
 
+def parts_from(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """Let short contexts be split: into parts of so many keys, or more."""
+    for name, value in (("MIN_PART", keys), ("LONG_PART", keys), ("JOINED_AS_KEYS", 0), ("TOGETHER", tiles.ROUNDS)):
+        monkeypatch.setattr(tiles, name, value)
+
+
 @pytest.mark.parametrize(
     ("group", "sizes", "stored"),
     [
@@ -107,7 +113,7 @@ def test_latent_vectors(
     monkeypatch: pytest.MonkeyPatch, group: int, sizes: dict[str, int], stored: torch.dtype | None
 ) -> None:
     """Latent vectors are keys, their first elements are values; heads of a program, split contexts and exact rows."""
-    monkeypatch.setattr(tiles, "MIN_PART", 16)
+    parts_from(monkeypatch, 16)
     for sequences in ([(1, 40), (1, 7)], [(1, 20), (6, 43)]):
         case = make(sequences, group=group, stored=stored, **LATENT | sizes)  # type: ignore[arg-type]
         case.check(case.prefill())
@@ -170,7 +176,7 @@ def test_a_prompt_of_many_tiles() -> None:
 
 
 def test_a_split_context_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MIN_PART", 16)
+    parts_from(monkeypatch, 16)
     case = make([(1, 300), (1, 64), (1, 65), (1, 7)], block_size=32, kv_heads=1, head_dim=128)
     joined = _count(monkeypatch, "join_parts")
     case.check(case.decode())
@@ -263,7 +269,7 @@ KINDS = {
 )
 def test_kinds(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
     """Windows that begin within a step of keys, before a part and before a tile's first row; each alone and all."""
-    monkeypatch.setattr(tiles, "MIN_PART", 32)
+    parts_from(monkeypatch, 32)
     for sequences in ([(1, 90), (1, 7), (1, 24), (1, 25)], [(9, 45), (1, 40), (20, 70)]):
         case = make(sequences, dtype=dtype, block_size=32)
         sinks = KINDS[name].sinks

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moonpool.engine.kernels.experts import ExpertMatrices
+from moonpool.engine.kernels.kind import HeadNorms
 from moonpool.engine.weights.packed import PackedWeight
 
 
@@ -75,6 +76,19 @@ def _write(ops: Any, stored: torch.dtype | None = None) -> None:
     kv = torch.empty((4, 8, 2, 64, 80), dtype=stored or torch.bfloat16)
     ids = torch.zeros(5, dtype=torch.int64)
     ops.write_kv(k, k, kv, None if stored is None else torch.empty((4, 8, 2, 64)), ids, ids)
+
+
+def norm_rope_write(
+    ops: Any, stored: torch.dtype | None = None, *, normed: bool = True, width: int = 128, dim: int = 128
+) -> None:
+    """Launch what lies between a layer's first product and attention, with 16 heads of queries and 8 of keys."""
+    qkv = torch.empty((5, 32, dim), dtype=torch.bfloat16)
+    kv = torch.empty((4, 8, 2, 64, dim), dtype=stored or torch.bfloat16)
+    ids, angles, weight = torch.zeros(5, dtype=torch.int64), qkv[:, 0, :width], torch.empty(dim)
+    norms = HeadNorms(weight, weight, None, None, 1e-6, centred=False, wide=False, last=False) if normed else None
+    scales = None if stored is None else torch.empty((4, 8, 2, 64))
+    out = torch.empty((5, 16, dim), dtype=torch.bfloat16)
+    ops.norm_rope_write(qkv[:, :24], qkv[:, 24:], out, norms, (angles, angles) if width else None, kv, scales, ids, ids)
 
 
 def _pointwise(ops: Any) -> None:
@@ -165,6 +179,9 @@ OTHERS: list[Callable[[Any], None]] = [
     lambda ops: _write(ops, torch.int8),
     lambda ops: _write(ops, torch.float8_e4m3fn),
     lambda ops: ops.copy_blocks(torch.empty((2, 4, 64)), *torch.zeros((2, 3), dtype=torch.int64)),
+    *(partial(norm_rope_write, stored=stored) for stored in (None, torch.int8, torch.float8_e4m3fn)),
+    partial(norm_rope_write, normed=False, width=32),
+    partial(norm_rope_write, width=0, dim=80),
     _pointwise,
     _sampling,
     *(partial(experts, rows=rows, dtype=dtype) for rows in (1, 200) for dtype in (torch.bfloat16, torch.float32)),

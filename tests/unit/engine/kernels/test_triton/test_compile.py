@@ -40,6 +40,8 @@ FIRST, TEXT = next(iter(SHAPES)), PAGE.read_text(encoding="utf-8")
 WRITES = "python -m tools.gen_kernel_resources writes the page"
 GIVEN_UP = 8
 """Bytes of two registers, which the assembler keeps in memory of itself, for another program at once."""
+GIVEN_UP_BY_LATENT = 384
+"""Of 64 rows over latent vectors, with Triton 3.9; with 3.6 and 3.7 none are, and 64 rows take half the time of 32."""
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +90,18 @@ def _page(name: str, gpus: Sequence[Gpu]) -> dict[Row, list[tuple[int, float] | 
     return {row: cells for row, cells in told(TEXT, name).items() if any(cells[: len(gpus)])}
 
 
+def _given_up(tile: str) -> int:
+    """Bytes of registers that a kernel with a tile may keep in memory."""
+    return GIVEN_UP_BY_LATENT if "64 x 64, 8 warps, 2 stages" in tile else GIVEN_UP
+
+
 def _compare(gpu: Gpu, row: Row, taken: Resources | None, there: tuple[int, float] | None) -> None:
     """Compare what a kernel takes with the page: another compiler's registers may differ by more."""
     assert (taken is None) == (there is None), row
     if taken is None or there is None:
         return
     same = f"Triton {importlib.metadata.version('triton')} " in TEXT
-    assert taken.stack_bytes <= GIVEN_UP, f"{row} spills on {gpu.name}: {taken}"
+    assert taken.stack_bytes <= _given_up(row[3]), f"{row} spills on {gpu.name}: {taken}"
     assert taken.shared_bytes <= gpu.limits.shared_bytes, f"{row} does not fit on {gpu.name}: {taken}"
     assert taken.registers == pytest.approx(there[0], abs=24 if same else 96), (row, gpu.name)
     assert taken.shared_bytes / 1024 == pytest.approx(there[1], rel=0.1, abs=1), (row, gpu.name)
@@ -115,7 +122,7 @@ def _fits(gpu: Gpu, launch: Callable[[Any], None]) -> None:
         kernel = compile_for(gpu, launch_)
         assert kernel.metadata.shared <= gpu.limits.shared_bytes, launch_.name
         if gpu == HOPPER:
-            assert resources_of(kernel).stack_bytes <= GIVEN_UP, launch_.name
+            assert resources_of(kernel).stack_bytes <= _given_up(title(launch_)[3]), launch_.name
 
 
 @pytest.mark.slow

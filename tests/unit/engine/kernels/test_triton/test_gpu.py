@@ -21,6 +21,7 @@ pytestmark = [
     [
         "cases_attention.py",
         "cases_experts.py",
+        "cases_heads.py",
         "cases_pool.py",
         "cases_pointwise.py",
         "cases_products.py",

@@ -49,6 +49,7 @@ def test_in_the_interpreter() -> None:
         [
             "cases_attention.py",
             "cases_experts.py",
+            "cases_heads.py",
             "cases_pool.py",
             "cases_pointwise.py",
             "cases_products.py",
