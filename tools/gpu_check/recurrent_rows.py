@@ -60,15 +60,24 @@ def _step(
 
 
 def random_layer(
-    spec: RecurrentSpec, hidden: int, dtype: torch.dtype, device: torch.device | str, rng: torch.Generator
+    spec: RecurrentSpec,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rng: torch.Generator,
+    *,
+    rounded: torch.dtype | None = None,
 ) -> RecurrentWeights:
-    """Return a layer with random weights, drawn on the host."""
+    """Return a layer with random weights, drawn on the host; `rounded`: weights are numbers of this type."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng)
 
+    def stored(weights: Tensor) -> Tensor:
+        return weights.to(rounded or dtype).to(device, dtype)
+
     def linear(outputs: int, inputs: int) -> Linear:
-        return Linear((drawn(outputs, inputs) / inputs**0.5).to(device, dtype))
+        return Linear(stored(drawn(outputs, inputs) / inputs**0.5))
 
     values, keys = spec.heads * spec.value_dim, spec.heads * spec.key_dim
     sizes = {
@@ -78,14 +87,14 @@ def random_layer(
         "gated_delta": spec.channels + values + 2 * spec.heads,
         "kimi_delta": spec.channels + 2 * spec.width + spec.heads,
     }
-    conv = (drawn(spec.channels, spec.conv) / 2).to(device, dtype) if spec.conv > 1 else None
-    bias = drawn(spec.channels).to(device, dtype) if spec.conv_bias else None
+    conv = stored(drawn(spec.channels, spec.conv) / 2) if spec.conv > 1 else None
+    bias = stored(drawn(spec.channels)) if spec.conv_bias else None
     weights = RecurrentWeights(spec, linear(sizes[spec.kind], hidden), conv, bias, linear(hidden, values or spec.width))
     if spec.heads:
         weights.decay = -drawn(spec.heads).exp().to(device)
         weights.step_bias = drawn(keys if spec.kind == "kimi_delta" else spec.heads).to(device)
         whole = spec.gate_first or bool(spec.norm_groups)
-        weights.norm = drawn(values if whole else spec.value_dim).to(device, dtype)
+        weights.norm = stored(drawn(values if whole else spec.value_dim))
     if spec.kind == "mamba2":
         weights.skip = drawn(spec.heads).to(device)
     if spec.kind == "kimi_delta":
