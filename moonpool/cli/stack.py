@@ -405,7 +405,7 @@ class LocalStack:
         """What starts a service."""
         return start_service
 
-    def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
+    def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 180.0) -> None:
         """Stop one member (by SIGTERM or SIGKILL), start the same id again, and wait until the member has joined."""
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)

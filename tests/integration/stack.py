@@ -42,7 +42,7 @@ class CheckedStack(JournaledStack):
         assert readings, f"{instance} has no gauge {name}"
         return sum(reading.value for reading in readings)
 
-    def restart_all(self, names: Sequence[str], *, kill: bool = False, timeout_s: float = 60.0) -> None:
+    def restart_all(self, names: Sequence[str], *, kill: bool = False, timeout_s: float = 180.0) -> None:
         """As `restart`, for several members at once."""
         old = [self.services[name] for name in names]
         for service in old:

@@ -96,11 +96,11 @@ def test_conductor_and_kvstore_without_torch(
             tmp_path / "conductor.log",
         )
         started.append(conductor)
-        address = conductor.wait_ready(60)
+        address = conductor.wait_ready(180)
         store_flags = ["--conductor", address, "--data-dir", str(tmp_path / "kv"), "--listen", "127.0.0.1:0"]
         kvstore = ServiceProcess("kvstore", "kvstore-0", ["--id", "kvstore-0", *store_flags], tmp_path / "kvstore.log")
         started.append(kvstore)
-        kvstore.wait_ready(60)
+        kvstore.wait_ready(180)
         code = (
             "import sys, threading\n"
             "from moonpool.client import Client\n"

@@ -106,7 +106,7 @@ def test_pins_take_no_more_than_they_may(stack: CheckedStack, api: openai.OpenAI
 def test_a_pin_ends_with_its_time(stack: CheckedStack) -> None:
     flags = ["--id", "gateway-1", "--listen", "127.0.0.1:0", "--set", "response_pin_s=3"]
     flags += ["--conductor", stack.address, "--model", stack.plan.model]
-    address = stack.spawn("gateway", "gateway-1", flags).wait_ready(60)
+    address = stack.spawn("gateway", "gateway-1", flags).wait_ready(180)
     with openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
         pinned = full_blocks(begun(api, "short "))
         until(lambda: store_gauge(stack, "pinned_blocks") >= pinned)

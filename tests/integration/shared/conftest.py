@@ -25,7 +25,7 @@ def address(stack: CheckedStack) -> str:
     """Of a gateway, which stops with the stack."""
     flags = ["--id", "gateway-0", "--listen", "127.0.0.1:0", "--set", "drain_s=5"]
     flags += ["--conductor", stack.address, "--model", stack.plan.model]
-    return stack.spawn("gateway", "gateway-0", flags).wait_ready(60)
+    return stack.spawn("gateway", "gateway-0", flags).wait_ready(180)
 
 
 @pytest.fixture

@@ -90,8 +90,8 @@ def test_a_store_that_was_away_deletes_when_it_joins_again(stack: CheckedStack, 
     stack.services["kvstore-0"].wait(60)
     until(lambda: not stored(client))
     assert client.delete_kv(tenants=["away"]).recorded == 0
-    stack.spawn_again("kvstore-0").wait_ready(60)
-    stack.wait_joined(60)
+    stack.spawn_again("kvstore-0").wait_ready(180)
+    stack.wait_joined(180)
     assert ask(client, prompt, "away").usage.cached_tokens == 0
 
 
