@@ -1,8 +1,8 @@
 """The commands, variables, probes and preStop of deploy/kubernetes, as processes, each pod at an address of its own.
 
 No cluster: what kubelet would do with a pod is done here. Volumes are folders, secrets are files of `moonpool certs`.
-Compute is emulated, also where a GPU is asked for, and stores are small. A server with vLLM's HTTP and KV events stands
-for vLLM, at the ports that the manifest names.
+Compute is emulated, also where a GPU is asked for, but for engines of several hosts; stores are small. A server with
+vLLM's HTTP and KV events stands for vLLM, at the ports that the manifest names.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from moonpool.base.bundled import model_dir
+from moonpool.base.native.build import cache_folder
 from moonpool.cli.certs import create
 from tests.integration.namespaces import Network, missing
 from tests.unit.deploy.manifests import Manifest, environment, expanded, manifests, templates
@@ -36,6 +37,9 @@ SMALL = {
     "MOONPOOL_SSD_BYTES": str(64 << 20),
     "MOONPOOL_DEVICE": "cpu",
 }
+COMPUTED = {"MOONPOOL_THREADS": "1", "MOONPOOL_BLOCK_SIZE": "16", "MOONPOOL_DRAM_BYTES": str(16 << 20),
+            "MOONPOOL_SSD_BYTES": str(64 << 20), "MOONPOOL_DEVICE": "cpu", "MOONPOOL_DTYPE": "float32"}  # fmt: skip
+"""Of engines of several hosts, which are never emulated."""
 BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}", "HOME": "/", "TERM": "dumb"}
 START_S = 180.0
 SECRET = {"tls.crt": "{role}.pem", "tls.key": "{role}.key", "ca.crt": "ca.pem"}
@@ -61,12 +65,14 @@ class Pod:
         host: name in DNS, or the pod's name where it has none.
         template: as the workload has it.
         container: one of the template's.
+        group: what LeaderWorkerSet tells the pod.
     """
 
     name: str
     host: str
     template: Manifest
     container: Manifest
+    group: Mapping[str, str]
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -98,16 +104,29 @@ class Pod:
 
 def planned(overlay: str) -> list[Pod]:
     """The pods of all workloads of an overlay."""
-    found = []
+    found = list[Pod]()
     for item in manifests(overlay):
-        roles = [role["name"] for role in item["spec"].get("roles", ())] if item["kind"] == "DisaggregatedSet" else [""]
-        for role, template in zip(roles, templates(item), strict=False):
-            spec = item["spec"] if not role else next(r["spec"] for r in item["spec"]["roles"] if r["name"] == role)
+        name, spec = item["metadata"]["name"], item.get("spec", {})
+        for role in spec.get("roles", ()) if item["kind"] == "DisaggregatedSet" else ():
+            for number in range(role["spec"]["replicas"]):
+                found += of_group(f"{name}-{role['name']}-{number}", role["spec"]["leaderWorkerTemplate"])
+        if item["kind"] in ("Deployment", "StatefulSet"):
+            (template,) = templates(item)
+            service = f".{spec['serviceName']}" if "serviceName" in spec else ""
             for number in range(spec["replicas"]):
-                name = "-".join(filter(None, (item["metadata"]["name"], role, str(number))))
-                service = spec.get("serviceName") if item["kind"] == "StatefulSet" else None
-                host = f"{name}.{service}" if service else name
-                found += [Pod(name, host, template, container) for container in template["spec"]["containers"]]
+                pod = f"{name}-{number}"
+                found += [Pod(pod, f"{pod}{service}", template, each, {}) for each in template["spec"]["containers"]]
+    return found
+
+
+def of_group(name: str, group: Manifest) -> list[Pod]:
+    """The pods of a group, the leader first."""
+    found = list[Pod]()
+    for index in range(group["size"]):
+        template: Manifest = group["leaderTemplate" if not index and "leaderTemplate" in group else "workerTemplate"]
+        told = {"LWS_GROUP_SIZE": str(group["size"]), "LWS_WORKER_INDEX": str(index), "LWS_LEADER_ADDRESS": name}
+        pod = f"{name}-{index}" if index else name
+        found += [Pod(pod, pod, template, container, told) for container in template["spec"]["containers"]]
     return found
 
 
@@ -124,14 +143,17 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             for pod in self.pods:
                 fields = {"metadata.name": pod.name, "status.podIP": self.network.address(pod.host)}
-                variables = environment(self.overlay, pod.container, fields)
+                variables = environment(self.overlay, pod.container, fields, pod.group)
                 paths = self._volumes(pod)
                 own = {name: _placed(value, paths) for name, value in variables.items()}
-                ours = {
-                    name: value for name, value in SMALL.items() if name in own or pod.kind in ("prefill", "decode")
-                }
+                small, engine = (
+                    COMPUTED if self.overlay == "stages" else SMALL,
+                    pod.kind in ("prefill", "decode", "stage"),
+                )
+                ours = {name: value for name, value in small.items() if name in own or engine}
                 ours |= self._model | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
                 ours |= {"MOONPOOL_JOURNAL_DIR": os.environ["MOONPOOL_JOURNAL_DIR"]}
+                ours |= {"MOONPOOL_KERNELS_CACHE": str(cache_folder())}  # images have theirs built
                 command = pod.command([_placed(expanded(word, own), paths) for word in pod.container["args"]])
                 process = self.network.process(pod.host, command, BARE | own | ours, self.log(pod))
                 pod.process = stack.enter_context(process)
@@ -190,7 +212,8 @@ def _placed(text: str, paths: dict[str, str]) -> str:
 
 
 ENGINES = {"plain": ("prefill", "decode"), "tls": ("prefill", "decode"), "nvidia": ("prefill", "decode"),
-           "vllm": ("adapter", "vllm")}  # fmt: skip
+           "stages": ("stage", "prefill", "decode"), "vllm": ("adapter", "vllm")}  # fmt: skip
+"""Kinds of engines, the last one ends first."""
 
 
 @pytest.mark.parametrize("overlay", ENGINES)

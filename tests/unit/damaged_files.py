@@ -1,4 +1,4 @@
-"""Seeded damages to every kind of file that somebody else may have written.
+"""Seeded damages to every kind of file that somebody else may have written, and to messages of stages on other hosts.
 
 A reader of a damaged file gives values, or refuses with an error that is meant for people. It never ends otherwise, and
 takes a bounded time and memory. Where a file has checksums, values are those of the whole file.
@@ -46,6 +46,7 @@ from moonpool.base.runtime.journal import rerun
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.settings import stack_settings
 from moonpool.engine.emulated.profile import load_profile
+from moonpool.engine.remote.schema import SchemaError
 from moonpool.gateway.batches.lines import InputFile
 from moonpool.gateway.batches.store import BatchStore
 from moonpool.gateway.config import GatewayConfig
@@ -61,6 +62,7 @@ from tests.unit.base.checkpoint.test_lora import write as write_adapter
 from tests.unit.base.checkpoint.test_mmproj import files as write_mmproj
 from tests.unit.base.rpc.certificates import issue
 from tests.unit.base.runtime.test_journal import OURS, counted
+from tests.unit.engine.remote.test_schema import ALL
 
 MAX_S = 5.0
 """Seconds of processor that reading may take."""
@@ -284,6 +286,15 @@ def _read_mmproj(folder: Path) -> object:
     return mmproj_settings(model), mmproj_elements(model), swapped_names(mmproj_of(model))
 
 
+def _stage_messages(folder: Path) -> None:
+    for number, (schema, message) in enumerate(ALL):
+        (folder / f"{number:02}").write_bytes(schema.encode(message))
+
+
+def _read_stage_messages(folder: Path) -> object:
+    return [schema.decode(file.read_bytes()) for (schema, _), file in zip(ALL, sorted(folder.iterdir()), strict=True)]
+
+
 def _arranged(folder: Path) -> None:
     made = WeightFile(folder, "a")
     made.allocate(0, 3 * 4096)
@@ -452,6 +463,7 @@ READERS = (
     Reader("tiktoken", _tiktoken, lambda folder: Tokenizer.load(folder).encode("Hello")),
     Reader("GGUF", lambda folder: write_sentencepiece(folder / "model.gguf"), _read_gguf),
     Reader("GGUF, part for pictures", write_mmproj, _read_mmproj),
+    Reader("messages of stages", _stage_messages, _read_stage_messages, refusals=(SchemaError,)),
     Reader("adapter", write_adapter, read_adapter),
     Reader("arranged weights", _arranged, _read_arranged, exact=True),
     Reader("configuration", _config_files, lambda folder: stack_settings(folder / "c.yaml", ())),

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.world.cluster import Cluster, Service, Simulation, prompt, until
 from tests.world.loop import draws
 from tests.world.plain import PlainJudge
 from tests.world.process import in_new_process
+from tests.world.test_roles import change, kinds
 
 POOL = ("--block-size", "16", "--set", "blocks=160")
 FLAGS = {"prefill": (*POOL, "--max-num-batched-tokens", "64"), "decode": (*POOL, "--set", "preempt_every=23")}
@@ -202,3 +205,38 @@ async def test_answers_outlive_slow_links_cancels_a_lost_leader_and_lost_joins(
     simulation: Simulation, checkpoint: Path
 ) -> None:
     await others(Group(simulation, checkpoint, "decode"))
+
+
+@pytest.mark.slow
+@in_new_process
+async def test_instances_with_stages_of_other_hosts_change_roles(simulation: Simulation, checkpoint: Path) -> None:
+    """All tokens are right while clients ask, and each instance has had both roles."""
+    engine = (*POOL, "--max-num-batched-tokens", "128", "--set", "either_role=true", "--set", "drain_s=2")
+    hosts = {"prefill-0": 1, "decode-0": 1}
+    flags = {"prefill": engine, "decode": engine}
+    cluster = Cluster(simulation, {"prefill": 2, "decode": 2}, flags, checkpoint=checkpoint, hosts=hosts)
+    judge, drawn, over = PlainJudge(checkpoint), random.Random("roles"), asyncio.Event()
+    served = set[tuple[str, str]]()
+
+    async def keep_asking(client: AsyncClient, who: int) -> None:
+        for number in itertools.count():
+            asked = prompt(40 + 130 * (number % 3), f"{who} {number % 7}")
+            result = await client.generate(token_ids=asked, sampling=HOW)
+            assert not judge.wrong(asked, result.token_ids, HOW)
+            served.update((("prefill", result.placement.prefill), ("decode", result.placement.decode)))
+            if over.is_set():
+                return
+
+    await cluster.start()
+    async with AsyncClient(cluster.addresses) as client:
+        asking = [asyncio.create_task(keep_asking(client, who)) for who in range(4)]
+        for _ in range(12):
+            await asyncio.sleep(0.5)
+            await change(cluster, client, drawn)
+        over.set()
+        await asyncio.gather(*asking)
+        for name, kind in (await kinds(client)).items():
+            cluster.services[name].kind_now = kind
+        await cluster.rest()
+    assert served.issuperset((kind, name) for kind in ("prefill", "decode") for name in hosts)
+    await cluster.drain()

@@ -1,16 +1,15 @@
 """Chat templates: from a conversation to a prompt's text, in a sandbox.
 
-Control tokens come from templates only. Before a template runs, control tokens within a conversation's texts are
-marked, so that the prompt can be tokenised with those texts as plain text.
+Control tokens come from templates only: of each character of a prompt it is known whether the template or the
+conversation brought it (`traced_text`), and a control token with a character of the conversation is plain text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from jinja2 import Template, meta
@@ -21,11 +20,13 @@ from moonpool.base.checkpoint.past_calls import CALL_SHAPES, CallShape, past_arg
 from moonpool.base.checkpoint.past_ids import with_names, with_own_ids
 from moonpool.base.checkpoint.past_thinking import names_thinking, with_thinking
 from moonpool.base.checkpoint.template_sandbox import TemplateSandbox, begin_rendering, bounded_text
+from moonpool.base.checkpoint.traced_text import ANSWERED, SAID, WRITTEN, origins_of, text_of, traced
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that `template_kwargs` cannot set."""
 _PRIVATE = re.compile("[\\ue000-\\uf8ff]")
+_WORD = re.compile(r"[\w-]+")
 _ROLES = ("assistant", "developer", "function", "ipython", "model", "system", "tool", "user")
 
 
@@ -84,56 +85,15 @@ class ControlTokens:
         self._all = _Tokens((*special, *added))
         self._special = _Tokens(special)
 
-    def choose_marks(self, texts: str) -> tuple[str, str, str]:
-        """Return three characters that are not in `texts`.
-
-        Raises:
-            InvalidRequest: `texts` have nearly all characters for private use.
-        """
-        used = set(_PRIVATE.findall(texts))
-        unused = list(islice((char for char in map(chr, range(0xE000, 0xF900)) if char not in used), 3))
-        if len(unused) < 3:
-            raise InvalidRequest("messages", "have all characters for private use (U+E000 to U+F8FF); leave some out")
-        begin, end, stop = unused
-        return begin, end, stop
-
-    def mark(self, value: Any, begin: str, end: str, *, assistant: bool = False) -> Any:
-        """Return plain JSON data with `begin` and `end` around every control token within strings and keys.
-
-        `begin` alone stands where a string ends with a part of a token, `end` alone where a string begins so: a
-        template may write the rest beside the string.
-        """
-        tokens = self._special if assistant else self._all
-        if isinstance(value, str):
-            return tokens.mark(value, begin, end)
-        if isinstance(value, dict):
-            return {
-                tokens.mark(key, begin, end): self.mark(item, begin, end, assistant=assistant)
-                for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [self.mark(item, begin, end, assistant=assistant) for item in value]
-        return value
-
-    def within(self, text: str) -> bool:
-        """Tell whether `text` is a part of a control token, without its first and last characters."""
-        return self._all.within(text)
-
-    def unmark(self, text: str, begin: str, end: str) -> RenderedChat:
-        """Return `text` without marks. A mark without its token is a place where two texts meet."""
-        parts: list[str] = []
-        literals, length, last = list[tuple[int, int]](), 0, 0
-        for match in re.finditer(f"{begin}({self._all.pattern.pattern}){end}|[{begin}{end}]", text):
-            token = match[1] or ""
-            parts += [text[last : match.start()], token]
-            length += match.start() - last + len(token)
-            literals.append((length - len(token), length))
-            last = match.end()
-        plain = "".join((*parts, text[last:]))
-        kept = (
-            (first, last) for first, last in dict.fromkeys(literals) if first < last or self._all.across(plain, first)
-        )
-        return RenderedChat(plain, tuple(kept))
+    def literals(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where control tokens lie in `text` that the conversation brought, as `RenderedChat.literals` has it."""
+        for run in re.finditer(rb"\x00+|\x01+|\x02+", origins_of(text)):
+            begin, end = run.span()
+            if begin and self._all.across(text, begin):
+                yield begin, begin
+            if (origin := run[0][0]) != WRITTEN:
+                tokens = self._special if origin == ANSWERED else self._all
+                yield from (match.span() for match in tokens.pattern.finditer(text, begin, end))
 
 
 class _Tokens:
@@ -141,33 +101,8 @@ class _Tokens:
 
     def __init__(self, texts: Sequence[str]) -> None:
         longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
-        self._texts = longest_first
         self._longest = len(longest_first[0]) if longest_first else 0
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        begins = {text[:size] for text in longest_first for size in range(1, len(text))}
-        ends = {text[size:] for text in longest_first for size in range(1, len(text))}
-        # No parts of tokens that are words: templates compare texts with words.
-        self._begins = frozenset(part for part in begins if not part[0].isalnum())
-        self._ends = frozenset(part for part in ends if not part[-1].isalnum())
-
-    def mark(self, text: str, begin: str, end: str) -> str:
-        """Return `text` with marks; see `ControlTokens.mark`."""
-        inner = text.strip()  # as templates strip texts
-        sizes = range(1, min(len(inner) + 1, self._longest))
-        opens = any(inner[-size:] in self._begins for size in sizes)
-        closes = any(inner[:size] in self._ends for size in sizes)
-        marked = self.pattern.sub(lambda match: f"{begin}{match[0]}{end}", text)
-        if opens:
-            inner = marked.rstrip()
-            marked = f"{inner}{begin}{marked[len(inner) :]}"
-        if closes:
-            inner = marked.lstrip()
-            marked = f"{marked[: len(marked) - len(inner)]}{end}{inner}"
-        return marked
-
-    def within(self, text: str) -> bool:
-        """See `ControlTokens.within`."""
-        return bool(text) and any(text in token[1:-1] for token in self._texts)
 
     def across(self, text: str, place: int) -> bool:
         """Tell whether a token in `text` begins before `place` and ends behind."""
@@ -294,22 +229,21 @@ class ChatTemplates:
         turns = with_own_ids(with_names([_plain_json(message) for message in messages]), self._row)
         if self._names_thinking:
             turns = [with_thinking(turn) for turn in turns]
-        # Arguments are read before marks are chosen: as JSON they may hide any character.
         turns = [self._with_arguments(turn, f"messages.{index}") for index, turn in enumerate(turns)]
         offered = _plain_json(tools)
         kwargs = _plain_json(options.template_kwargs)
-        begin, end, stop = self._control.choose_marks(json.dumps([turns, offered, kwargs], ensure_ascii=False))
-        turns = [self._marked_turn(turn, begin, end) for turn in turns]
+        stop = ""
         if options.continue_final_message:
+            stop = _unused(json.dumps([turns, offered, kwargs], ensure_ascii=False))
+        turns = [self._traced_turn(turn) for turn in turns]
+        if stop:
             _mark_final(turns, stop)
-        offered = self._control.mark(offered, begin, end)
-        marked = ChatOptions(
-            options.add_generation_prompt, options.continue_final_message, self._control.mark(kwargs, begin, end)
-        )
-        text = self._text(turns, offered, marked)
-        if options.continue_final_message:
+        kwargs = {name: value if self._asks_for(value) else traced(value, SAID) for name, value in kwargs.items()}
+        options = ChatOptions(options.add_generation_prompt, options.continue_final_message, kwargs)
+        text = self._text(turns, traced(offered, SAID), options)
+        if stop:
             text = _cut_behind(text, stop)
-        return self._control.unmark(text, begin, end)
+        return RenderedChat(str.__str__(text), tuple(self._control.literals(text)))
 
     def _with_arguments(self, turn: dict[str, Any], field: str) -> dict[str, Any]:
         """Return a turn as the template takes turns: call arguments are objects for most, and text in OpenAI's form."""
@@ -318,22 +252,21 @@ class ChatTemplates:
             call["function"]["arguments"] = past_arguments(call["function"].get("arguments"), place)
         return self._shape.shaped(turn) if turn.get("tool_calls") and self._unshown is None else turn
 
-    def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
-        """Return a turn with marks, and with its calls as text if the template leaves calls out."""
+    def _traced_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Return a turn with origins, and with its calls as text if the template leaves calls out."""
         role = turn.get("role")
-        marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=role == "assistant")
-        if role in _ROLES:  # templates ask for these, which may be tokens
-            marked["role"] = role
-        elif isinstance(role, str) and self._control.within(role) and not self._asks_for(role):
-            # Templates such as Phi 3's write the rest of a token on both sides.
-            marked["role"] = f"{begin}{role}{end}"
+        found: dict[str, Any] = traced(turn, ANSWERED if role == "assistant" else SAID)
+        if role in _ROLES or self._asks_for(role):  # templates such as Phi 3's write the rest of a token around these
+            found["role"] = role
         if self._unshown is not None:  # the marks of calls are the model's own, what is within them is not
-            marked = with_text_of_calls(marked, marked.get("tool_calls", ()), self._unshown)
-        return marked
+            found = with_text_of_calls(found, found.get("tool_calls", ()), self._unshown)
+        return found
 
-    def _asks_for(self, role: str) -> bool:
-        """Tell whether a template compares roles with this one."""
-        return any(f"{quote}{role}{quote}" in self.tool_use.source + self.default.source for quote in "'\"")
+    def _asks_for(self, value: Any) -> bool:
+        """Tell whether a template compares a word of a request with this one."""
+        if not isinstance(value, str) or not _WORD.fullmatch(value):
+            return False
+        return any(f"{quote}{value}{quote}" in self.tool_use.source + self.default.source for quote in "'\"")
 
     def _text(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], options: ChatOptions) -> str:
         template = self.tool_use if tools else self.default
@@ -381,7 +314,20 @@ def _mark_final(turns: list[dict[str, Any]], stop: str) -> None:
     """
     if not turns or turns[-1].get("tool_calls") or turns[-1].get("role") != "assistant":
         raise InvalidRequest("continue_final_message", "the last message must be an assistant's text")
-    turns[-1]["content"] = f"{turns[-1]['content']}{stop}"
+    turns[-1]["content"] = text_of(turns[-1]["content"]) + stop
+
+
+def _unused(texts: str) -> str:
+    """Return a character that is not in `texts`.
+
+    Raises:
+        InvalidRequest: `texts` have all characters for private use.
+    """
+    used = set(_PRIVATE.findall(texts))
+    unused = next((char for char in map(chr, range(0xE000, 0xF900)) if char not in used), None)
+    if unused is None:
+        raise InvalidRequest("messages", "have all characters for private use (U+E000 to U+F8FF); leave some out")
+    return unused
 
 
 def _cut_behind(text: str, stop: str) -> str:

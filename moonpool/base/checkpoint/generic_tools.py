@@ -11,6 +11,7 @@ from typing import Any
 
 from moonpool.base.answer_formats import FORMATS
 from moonpool.base.checkpoint.past_calls import with_text_of_calls
+from moonpool.base.checkpoint.traced_text import joined, text_of, written
 
 GENERIC_TOOL_CALL = "<tool_call>"
 """What a call begins with in an answer."""
@@ -37,9 +38,9 @@ def with_generic_tools(
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message.get("role") == "tool":
-            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            text = "<tool_response>\n" + text_of(message.get("content") or "") + "\n</tool_response>"
             if turns and turns[-1].get("results"):
-                turns[-1]["content"] += f"\n{text}"
+                turns[-1]["content"] += "\n" + text
             else:
                 turns.append({"role": "user", "content": text, "results": True})
         else:
@@ -57,11 +58,15 @@ def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_definitions(
     turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], system: str
 ) -> list[dict[str, Any]]:
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    text = _INSTRUCTIONS.format(tools=lines, name=json.dumps(tools[0].get("function", {}).get("name", "")))
+    text = written(_instructions, list(tools))
     at = next((at for at, turn in enumerate(turns) if turn.get("role") == system), None)
     if at is None:
         return [{"role": system, "content": text}, *turns]
     parts = (turns[at].get("content"), text) if system == "system" else (text, turns[at].get("content"))
-    turns[at] = {**turns[at], "content": "\n\n".join(filter(None, parts))}
+    turns[at] = {**turns[at], "content": joined(filter(None, parts), "\n\n")}
     return turns
+
+
+def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return _INSTRUCTIONS.format(tools=lines, name=json.dumps(tools[0].get("function", {}).get("name", "")))

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from moonpool.base.answer_formats import AnswerFormat, written_calls
+from moonpool.base.checkpoint.traced_text import joined, written
 from moonpool.base.errors import InvalidRequest
 
 _MAX_PYTHON_CHARS = 10_000
@@ -69,8 +70,9 @@ CALL_SHAPES = (CallShape(), CallShape(texts=True), CallShape(parts=True), CallSh
 def with_text_of_calls(turn: dict[str, Any], calls: Sequence[Mapping[str, Any]], row: AnswerFormat) -> dict[str, Any]:
     """Return a turn with calls in its content, as a family writes calls; arguments are objects."""
     if calls:
-        text = written_calls(row, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
-        turn = {**turn, "content": "\n".join(filter(None, (turn.get("content"), text)))}
+        named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        text = written(lambda each: written_calls(row, each), named)
+        turn = {**turn, "content": joined(filter(None, (turn.get("content"), text)), "\n")}
     return turn
 
 

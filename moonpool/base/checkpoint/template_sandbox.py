@@ -1,7 +1,8 @@
 """Where chat templates run: jinja2's sandbox, with what transformers gives to templates, and bounds of memory and time.
 
 A template is a file of somebody else's. The sandbox refuses access to Python's internals and changes to arguments, so a
-template can only compute text; the bounds here end a template that would compute too much of it.
+template can only compute text; the bounds here end a template that would compute too much of it. What a template
+computes from a conversation's texts keeps their origins (`traced_text`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from datetime import datetime
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context, pass_environment
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+
+from moonpool.base.checkpoint.traced_text import TracedText, has_traced, joined, lifted, text_of, written
 
 MAX_TEXT = 1 << 26
 """Most characters of a text that a template may make, and of what it writes; an item of a list counts as eight."""
@@ -37,7 +41,8 @@ _WIDE = re.compile(r"\d{6,}|\*")
 _BOUND_FILTERS = ("batch", "center", "format", "indent", "join", "replace", "slice", "wordwrap")
 _NO_FILTERS, _NO_GLOBALS = ("pprint", "xmlattr"), ("lipsum",)
 _GENERATED = {"generation"}
-_MARKS_ESCAPED = re.compile(r"\\\\|\\u(e[0-9a-f]{3}|f[0-8][0-9a-f]{2})")
+_CODES = re.compile(r"%[-+ #0-9.]*c|:[^{}]*c}|\[")
+"""In a format: a number as the character with this code, or a part of an argument."""
 MAX_SECONDS = 10.0
 """Of a processor, for a rendering: templates of long conversations take a hundredth of this."""
 _STEPS = 256
@@ -80,13 +85,13 @@ def bounded_text(parts: Iterable[str]) -> str:
     Raises:
         TooLargeError: this is too much.
     """
-    written, length = [], 0
+    taken, length = [], 0
     for part in parts:
         length += len(part)
         if length > MAX_TEXT:
             raise TooLargeError(f"it writes more than {MAX_TEXT} characters")
-        written.append(part)
-    return "".join(written)
+        taken.append(part)
+    return joined(taken)
 
 
 def _take(size: int) -> None:
@@ -127,19 +132,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """jinja2's sandbox with bounds: see the module."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
+    concat = staticmethod(joined)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], finalize=text_of)
         for name in _NO_GLOBALS:
             del self.globals[name]
         for name in _NO_FILTERS:
             del self.filters[name]
+        self.filters |= {"join": _join, "replace": _replace, "safe": text_of, "string": text_of}
         for name in _BOUND_FILTERS:
             self.filters[name] = _bound_filter(name, self.filters[name])
+        for name in self.filters:
+            self.filters[name] = _traced_filter(name, self.filters[name])
         self.filters["tojson"] = _tojson
         self.filters[_STEP_FILTER] = _step_filter
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.globals["strftime_now"] = _strftime_now
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute what an operator gives, unless this is too large."""
@@ -155,6 +164,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_bits(left.bit_length() * max(0, right))
         elif operator == "%":
             _check_format(left, right if isinstance(right, tuple) else (right,))
+            if type(left) is str:
+                return _formatted(left, lambda given: left % given, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2's
@@ -170,7 +181,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 _take(_replaced(owner, args[0], args[1]))
             elif name in ("format", "format_map"):
                 _check_format(owner, (*args, *kwargs.values()))
-        return super().call(__context, __obj, *args, **kwargs)
+                if type(owner) is str:
+                    called = super().call
+                    return _formatted(
+                        owner, lambda given: called(__context, __obj, *given[0], **given[1]), (args, kwargs)
+                    )
+            if name not in ("format", "format_map") and (lift := lifted(owner, args)) is not owner:
+                __obj = getattr(lift, name)
+        made = super().call(__context, __obj, *args, **kwargs)
+        return TracedText(made) if isinstance(owner, bytes) and isinstance(made, str) else made
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Write `a ~ b` as a sum of texts, which is an operator with a bound, and let loops count their turns."""
@@ -179,6 +198,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounds(NodeTransformer):
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:  # noqa: N802
+        """Refuse `autoescape`, whose texts have no origins."""
+        raise TemplateSyntaxError("autoescape is not for prompts", node.lineno)
+
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802  # the name that jinja2 looks for
         self.generic_visit(node)
         assert node.environment is not None
@@ -246,6 +269,54 @@ def _bound_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return bound
 
 
+def _traced_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter whose texts keep the origins of what they are made of, or are the conversation's as a whole."""
+    before = 1 if hasattr(plain, "jinja_pass_arg") else 0
+
+    @wraps(plain)
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        given = (*args[before:], *kwargs.values())
+        if not has_traced(given):
+            made = plain(*args, **kwargs)
+            return str.__str__(made) if isinstance(made, str) else made  # no text that escapes what is added
+        value = args[before]
+        if name == "format" and type(value) is str:
+            return _formatted(value, lambda each: plain(value, *each[0], **each[1]), (args[1:], kwargs))
+        if type(value) is str:
+            args = (*args[:before], lifted(value, given), *args[before + 1 :])
+        made = plain(*args, **kwargs)
+        if not isinstance(made, str) or any(made is each for each in given):
+            return made
+        exact = isinstance(made, TracedText) and name != "indent"
+        return made if exact else TracedText(str.__str__(made))
+
+    return filtered
+
+
+def _formatted(form: str, write: Callable[[Any], Any], given: Any) -> Any:
+    """Fill a format that the template has written."""
+    made = written(write, given)
+    return TracedText(made) if _CODES.search(form) else made
+
+
+@pass_environment
+def _join(environment: TemplateSandbox, value: Any, d: Any = "", attribute: Any = None) -> str:
+    """Join as jinja2's filter does."""
+    parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return joined(map(text_of, parts), text_of(d))
+
+
+def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    """Replace parts as jinja2's filter does."""
+    text, put = text_of(s), text_of(new)
+    return lifted(text, put).replace(text_of(old), put, -1 if count is None else count)
+
+
+def _strftime_now(form: str) -> str:
+    made = datetime.now().strftime(form)
+    return TracedText(made) if has_traced(form) else made
+
+
 def _width(value: Any) -> int:
     return value if isinstance(value, int) else _size(value)
 
@@ -257,13 +328,16 @@ def _raise_exception(message: str) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Write JSON; jinja's own filter would escape HTML characters.
-
-    Characters for private use stay as they are: they mark control tokens of the conversation (`ControlTokens`).
-    """
+    """Write JSON; jinja's own filter would escape HTML characters."""
     _check_numbers((indent,))
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
+    text = written(lambda each: json.dumps(each, **options), _in_order(value) if sort_keys else value)
     _take(len(text))
-    if not ensure_ascii:
-        return text
-    return _MARKS_ESCAPED.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[0], text)
+    return text
+
+
+def _in_order(value: Any) -> Any:
+    """Return JSON data with the keys of objects in order."""
+    if isinstance(value, dict):
+        return {key: _in_order(value[key]) for key in sorted(value)}
+    return [_in_order(item) for item in value] if isinstance(value, list | tuple) else value

@@ -79,11 +79,6 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
     def _check_roles(self) -> Self:
         if self.either_role and self.computes_prompts:
             raise ConfigError("computes_prompts", "not with either_role: the instance has both roles at once")
-        if self.either_role and self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "either_role",
-                f"not with pipeline_parallel_size={self.pipeline_parallel_size}: an engine of stages has one role",
-            )
         return self
 
 

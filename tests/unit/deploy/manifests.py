@@ -63,10 +63,15 @@ def containers(overlay: str) -> list[tuple[Manifest, Manifest]]:
     return [(pod, container) for pod, container in found if container["image"].startswith("moonpool-")]
 
 
-def environment(overlay: str, container: Manifest, pod: Mapping[str, str] = MappingProxyType(POD)) -> dict[str, str]:
-    """The variables that a container of a pod with these fields would have."""
+def environment(
+    overlay: str,
+    container: Manifest,
+    pod: Mapping[str, str] = MappingProxyType(POD),
+    group: Mapping[str, str] = MappingProxyType(GROUP),
+) -> dict[str, str]:
+    """The variables that a container of a pod with these fields would have, at this place in its group."""
     maps = {item["metadata"]["name"]: item["data"] for item in manifests(overlay) if item["kind"] == "ConfigMap"}
-    found: dict[str, str] = dict(GROUP)
+    found: dict[str, str] = dict(group)
     for source in container.get("envFrom", ()):
         found |= maps[source["configMapRef"]["name"]]
     for variable in container.get("env", ()):

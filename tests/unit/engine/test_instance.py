@@ -458,6 +458,5 @@ def test_settings_of_the_other_role_are_for_engines_that_may_have_it(folder: Pat
         PrefillProcessConfig.load(flags)
     assert refused.value.field == "max_num_seqs"
     assert PrefillProcessConfig.load([*flags, "--set", "either_role=true"]).max_num_seqs == 3
-    with pytest.raises(ConfigError, match="an engine of stages has one role") as refused:
-        DecodeProcessConfig.load([*flags, "--set", "either_role=true", "--set", "pipeline_parallel_size=2"])
-    assert refused.value.field == "either_role"
+    stages = DecodeProcessConfig.load([*flags, "--set", "either_role=true", "--set", "pipeline_parallel_size=2"])
+    assert (stages.roles, stages.pipeline_parallel_size) == (["decode", "prefill"], 2)

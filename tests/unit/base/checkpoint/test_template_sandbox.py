@@ -13,7 +13,13 @@ import tokenizers
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer, template_sandbox
-from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplate, ControlTokens
+from moonpool.base.checkpoint.chat_template import (
+    ChatOptions,
+    ChatTemplate,
+    ChatTemplates,
+    ControlTokens,
+    RenderedChat,
+)
 from moonpool.base.checkpoint.folder_tokenizer import folder_end_tokens, folder_tokenizer
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
@@ -228,13 +234,15 @@ def test_no_role_becomes_a_control_token(asks: str) -> None:
 
 
 def test_a_conversation_with_all_private_characters_is_refused_soon() -> None:
-    texts = "x" * (1 << 22) + "".join(map(chr, range(0xE000, 0xF900)))
-    control = ControlTokens(["<|im_end|>"])
+    """If an answer goes on: the place where the last message ends is marked by such a character."""
+    said = "x" * (1 << 22) + "".join(map(chr, range(0xE000, 0xF900)))
+    templates = ChatTemplates({"default": "{{ messages[0].content | trim }}"}, {}, ControlTokens(["<|im_end|>"]))
     begun = time.thread_time()
-    for text in (texts, texts[:-1], texts[:-2]):
-        with pytest.raises(InvalidRequest, match="private use"):
-            control.choose_marks(text)
-    assert control.choose_marks(texts[:-3]) == ("\uf8fd", "\uf8fe", "\uf8ff")
+    goes_on = ChatOptions(continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="private use"):
+        templates.render([{"role": "assistant", "content": said}], (), goes_on)
+    for text, options in ((said[:-1], goes_on), (said, ChatOptions())):
+        assert templates.render([{"role": "assistant", "content": text}], (), options) == RenderedChat(text)
     assert time.thread_time() - begun < 10
 
 
