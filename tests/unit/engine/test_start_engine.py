@@ -71,7 +71,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @asynccontextmanager
 async def started(engine_spec: EngineSpec, launcher: Launcher = start_service) -> AsyncIterator[ProcessEngine]:
     """An engine of fake workers, which are forked: that is quicker, and most tests are not about the start."""
-    async with start_processes(engine_spec, start_timeout_s=20, worker_module=FAKE, launcher=launcher) as engine:
+    async with start_processes(engine_spec, start_timeout_s=90, worker_module=FAKE, launcher=launcher) as engine:
         assert isinstance(engine, ProcessEngine)
         assert isinstance(engine, Engine)
         yield engine

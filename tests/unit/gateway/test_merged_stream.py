@@ -119,10 +119,12 @@ class Unanswered(Holding):
 
     def __init__(self, expected: int) -> None:
         super().__init__([])
-        self.asked, self.expected, self.begun = 0, expected, asyncio.Event()
+        self.asked, self.expected = 0, expected
+        self.first, self.begun = asyncio.Event(), asyncio.Event()
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         self.asked += 1
+        self.first.set()
         if self.asked == self.expected:
             self.begun.set()
         return HeldCall(answer()[:1])
@@ -153,11 +155,12 @@ async def test_few_of_a_list_begin_before_the_first_tokens_come(
             def ask(tenant: str, path: str, body: dict[str, Any]) -> asyncio.Task[httpx2.Response]:
                 return asyncio.create_task(http.post(path, json=body, headers={"authorization": f"Bearer {tenant}"}))
 
-            asked = [ask("calm", "/v1/completions", {"prompt": "x"})] if beside else []
-            for _ in range(200):
-                await asyncio.sleep(0)
-            asked += [ask("ann", path, body) for _ in range(3)]
+            asked = []
             async with asyncio.timeout(60):
+                if beside:
+                    asked.append(ask("calm", "/v1/completions", {"prompt": "x"}))
+                    await transport.first.wait()
+                asked += [ask("ann", path, body) for _ in range(3)]
                 await transport.begun.wait()
             for _ in range(200):
                 await asyncio.sleep(0)

@@ -29,20 +29,24 @@ class ScoredTurns:
             running: requests in the batch.
             everyone: all requests of the instance, also those whose KV has still to come.
         """
-        many = sum(len(request.sequences) for request in running if _is_scored(request)) > SCORED_ROWS
-        return many and several_tenants(everyone)
+        return _has_many(running) and several_tenants(everyone)
 
     def resting(self, running: list[DecodeRequest], everyone: Iterable[DecodeRequest]) -> list[RequestSequence]:
-        """Return the running sequences without a turn in the next step, and count the turns of the others."""
+        """Return the running sequences without a turn in the next step, and count the turns of the others.
+
+        Turns go on where they were after steps without other tenants.
+        """
+        if not self.needed(running, everyone):
+            self._last = self._last if _has_many(running) else {}
+            return []
         resting, last = list[RequestSequence](), dict[str, int]()
-        if self.needed(running, everyone):
-            for tenant, requests in by_tenant(filter(_is_scored, running)).items():
-                by_id = attrgetter("id")
-                sequences = sorted((sequence for request in requests for sequence in request.sequences), key=by_id)
-                first = bisect_right(sequences, self._last.get(tenant, -1), key=by_id)
-                turns = [*sequences[first:], *sequences[:first]]
-                last[tenant] = turns[:SCORED_ROWS][-1].id
-                resting += turns[SCORED_ROWS:]
+        for tenant, requests in by_tenant(filter(_is_scored, running)).items():
+            by_id = attrgetter("id")
+            sequences = sorted((sequence for request in requests for sequence in request.sequences), key=by_id)
+            first = bisect_right(sequences, self._last.get(tenant, -1), key=by_id)
+            turns = [*sequences[first:], *sequences[:first]]
+            last[tenant] = turns[:SCORED_ROWS][-1].id
+            resting += turns[SCORED_ROWS:]
         self._last = last
         return resting
 
@@ -53,3 +57,7 @@ class ScoredTurns:
 
 def _is_scored(request: DecodeRequest) -> bool:
     return bool(request.spec.logprob_bytes) and request.search is None
+
+
+def _has_many(running: list[DecodeRequest]) -> bool:
+    return sum(len(request.sequences) for request in running if _is_scored(request)) > SCORED_ROWS

@@ -77,6 +77,21 @@ def test_requests_of_one_tenant_share_the_turns_and_a_newcomer_waits_for_one_rou
     world.assert_reruns()
 
 
+def test_turns_go_on_where_they_were_after_short_answers_of_others() -> None:
+    """Else the same few sequences would have each turn beside one short answer after the other."""
+    world = World(config(400, max_num_seqs=64))
+    group = world.go(prompt(5, 1), (60,) * MANY, **SCORED)
+    for number in range(12):
+        calm = world.go(prompt(5, 2 + number), 2, tenant="calm")
+        while calm in world.core.requests:
+            world.step()
+        had = lengths(world, group, MANY)
+        assert max(had) - min(had) <= 1
+    world.work()
+    assert lengths(world, group, MANY) == [60] * MANY
+    world.assert_reruns()
+
+
 def test_turns_begin_when_another_tenants_request_is_promised_and_end_with_its_last() -> None:
     world = World(config(400, max_num_seqs=32, run_steps=8, ahead_steps=8))
     world.go(prompt(5, 1), (60,) * MANY, **SCORED)
