@@ -103,6 +103,8 @@ def prompt_graph_tokens(model: ModelConfig, engine: EngineSpec) -> int:
         return 0
     element, most = 4 if engine.dtype == "float32" else 2, max_rows(engine)
     if engine.deterministic:
+        if model.decoder.recurrent:
+            return 0  # each sequence is computed by itself, at places that only the host knows
         most = min(most, EXACT_GRAPH_TOKENS)
     return min(most, MAX_PROMPT_GRAPH_BYTES // (_row_elements(model) * element * _STATES))
 
