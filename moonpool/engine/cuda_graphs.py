@@ -270,11 +270,12 @@ class DecodeGraphs:
 
     def _fill(self, shape: GraphShape, batch: PackedBatch | None) -> None:
         """Copy a batch to the graph's inputs; None: rows without a sequence."""
-        inputs, values = self._inputs(shape), {}
+        inputs, values, columns = self._inputs(shape), {}, 1
         if batch is not None:
+            columns = batch.block_tables.shape[1]
             values = {name: getattr(batch, name).numpy() for name in inputs.names if name != "live"}
             values["live"] = np.ones(batch.num_tokens, np.int64)
-        inputs.send(values, self._memory_of_inputs)
+        inputs.send(values, self._memory_of_inputs, (shape.rows, columns))
 
     def _layers(self, shape: GraphShape) -> None:
         """Compute the layers of a step: captured work, independent of the buffers' content."""

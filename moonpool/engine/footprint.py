@@ -26,6 +26,8 @@ MAX_GRAPH_BYTES = 512 << 20
 """Device memory for all a stage's graphs."""
 MAX_PROMPT_GRAPH_BYTES = 512 << 20
 """Device memory for all graphs of prompts' layers, which share their work space."""
+EXACT_GRAPH_TOKENS = 1024
+"""Tokens of a prompt step in deterministic mode that has graphs: these have a launch for each product of 32 rows."""
 LOGIT_ROWS = 64
 """Logits rows held at once: a row with 152k tokens has 0.6 MB."""
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
@@ -96,14 +98,15 @@ def device_footprint(
 
 
 def prompt_graph_tokens(model: ModelConfig, engine: EngineSpec) -> int:
-    """Return the most tokens of a prompt step whose layers may be graphs; 0 where none are.
-
-    In deterministic mode results of parts of the keys would fill the graphs' memory.
-    """
-    if not engine.graph_prompts or engine.deterministic:
+    """Return the most tokens of a prompt step whose layers may be graphs; 0 where none are."""
+    if not engine.graph_prompts:
         return 0
-    element = 4 if engine.dtype == "float32" else 2
-    return min(max_rows(engine), MAX_PROMPT_GRAPH_BYTES // (_row_elements(model) * element * _STATES))
+    element, most = 4 if engine.dtype == "float32" else 2, max_rows(engine)
+    if engine.deterministic:
+        if model.decoder.recurrent:
+            return 0  # each sequence is computed by itself, at places that only the host knows
+        most = min(most, EXACT_GRAPH_TOKENS)
+    return min(most, MAX_PROMPT_GRAPH_BYTES // (_row_elements(model) * element * _STATES))
 
 
 def lora_bytes(model: ModelConfig, engine: EngineSpec, layer_begin: int, layer_end: int) -> int:

@@ -11,7 +11,7 @@ launches, there is no graph: a large step takes the device longer than its launc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from moonpool.engine.cuda_graphs import contexts_up_to
 from moonpool.engine.footprint import MAX_PROMPT_GRAPH_BYTES
 from moonpool.engine.graph_inputs import GraphInputs
+from moonpool.engine.kernels.triton.variants import AttentionShape
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.stage import StageModel
@@ -38,6 +39,8 @@ _SEQUENCES = (4, 64)
 """Numbers of sequences: attention cuts its tiles by tokens a sequence."""
 _SHORT = 256
 """Tokens up to which attention cuts the keys into parts by the context, so that shorter contexts have their graphs."""
+_MAX_RESULT_BYTES = MAX_PROMPT_GRAPH_BYTES // 4
+"""Results of parts of the keys in a step that has graphs: in deterministic mode parts are as short in long contexts."""
 _BY_TOKEN = ("token_ids", "positions", "block_ids", "offsets")
 log = logging.getLogger(__name__)
 
@@ -58,18 +61,26 @@ class ChunkShape:
         padding = int(tokens < self.tokens)
         return tokens <= self.tokens and sequences + padding <= self.sequences and context <= self.context
 
+    def has_room(self, attention: Sequence[AttentionShape]) -> bool:
+        """Tell whether results of parts of the keys fit into the graphs' memory."""
+        step = self.tokens, self.sequences, self.context
+        return all(each.result_bytes(*step) <= _MAX_RESULT_BYTES for each in attention)
 
-def prompt_shapes(most_tokens: int, longest: int, layers: int) -> list[ChunkShape]:
+
+def prompt_shapes(
+    most_tokens: int, longest: int, layers: int, attention: Sequence[AttentionShape] = ()
+) -> list[ChunkShape]:
     """Return the shapes to capture, in order: large ones first, since later graphs use earlier graphs' memory.
 
     Args:
         most_tokens: of the largest step that is captured.
         longest: tokens of the longest sequence.
         layers: graphs of each shape; where there would be too many graphs, every other number of tokens is left out.
+        attention: the layers' on a GPU; where results of parts of the keys would be too large, there is no shape.
     """
     sizes = [tokens for tokens in _TOKENS if tokens <= most_tokens]
     while True:
-        shapes = sorted(_shapes(sizes, longest), reverse=True)
+        shapes = sorted((shape for shape in _shapes(sizes, longest) if shape.has_room(attention)), reverse=True)
         if len(shapes) * layers <= MAX_LAYER_GRAPHS or len(sizes) <= 1:
             return shapes
         sizes = sizes[::-2][::-1]  # the largest stays
@@ -105,7 +116,8 @@ class PromptGraphs:
     ) -> None:
         self._device, self._model, self._memory = device, model, memory
         self._layers = range(model.layer_begin, model.layer_end)
-        self._shapes = prompt_shapes(most_tokens, longest, len(self._layers))
+        attention = model.attention_shapes(memory.kv)
+        self._shapes = prompt_shapes(most_tokens, longest, len(self._layers), attention)
         self._graphs: dict[ChunkShape, list[CapturedGraph]] = {}
         self._inputs = {shape: self._inputs_of(shape) for shape in self._shapes}
         self._bytes_left = most_bytes
@@ -180,13 +192,16 @@ class PromptGraphs:
             tokens, sequences = batch.num_tokens, len(batch.context_lens)
             values = {name: getattr(batch, name).numpy() for name in inputs.names}
         starts = np.full(shape.sequences + 1, shape.tokens, np.int32)
-        lengths = np.ones(shape.sequences, np.int32)
+        lengths = np.zeros(shape.sequences, np.int32)  # without rows a table is not looked at
         starts[0] = 0
         if batch is not None:
             starts[: sequences + 1], lengths[:sequences] = values["query_start"], values["context_lens"]
-        if tokens < shape.tokens:
-            lengths[sequences] = shape.tokens - tokens
-        inputs.send(values | {"query_start": starts, "context_lens": lengths}, self._memory_of_inputs)
+        padding = shape.tokens - tokens
+        if padding:
+            lengths[sequences] = padding
+        wide = 0 if batch is None else batch.block_tables.shape[1]
+        table = sequences + min(padding, 1), max(wide, -(-padding // self._memory.block_size))
+        inputs.send(values | {"query_start": starts, "context_lens": lengths}, self._memory_of_inputs, table)
 
     def _layer(self, shape: ChunkShape, layer: int) -> None:
         """Compute a layer of a step: captured work, independent of the buffers' content."""

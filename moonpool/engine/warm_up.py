@@ -13,10 +13,7 @@ from torch import Tensor
 
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import ScoredTokens, SequenceStep, Step
-from moonpool.engine.kernels.attention import triton_head
-from moonpool.engine.kernels.choice import choose
-from moonpool.engine.kernels.triton.tiles import limits_of
-from moonpool.engine.kernels.triton.variants import AttentionShape, BatchShape
+from moonpool.engine.kernels.triton.variants import BatchShape
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.inference_mode import in_inference_mode
@@ -68,24 +65,16 @@ def _steps(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> It
     for spec in (SampleSpec(), SampleSpec(SamplingParams(temperature=0.8)), every):
         yield (replace(_sequence(prompt, prompt, size), sample=spec, scored=ScoredTokens(bytes(4 * prompt), 1)),)
     largest = min(max_num_batched_tokens, longest)
-    for batch in [*_batches(runner, max_num_batched_tokens, longest), BatchShape(1, largest, largest)]:
+    batches = [*_batches(runner, max_num_batched_tokens, longest), BatchShape(1, largest, largest)]
+    if any(layer.attention.index_topk for layer in runner.model.config.decoder.layers):
+        batches.append(BatchShape(1, 1, longest))  # which sees chosen keys, as the largest does
+    for batch in batches:
         yield (_sequence(batch.rows, batch.context, size),) * batch.sequences
 
 
 def _batches(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> list[BatchShape]:
     """Return the batches that take every variant of Triton's attention; none where other kernels attend."""
-    model, device = runner.model, runner.platform.torch_device
-    if choose("attention", device, model.dtype) != "triton":
-        return []
-    layers = model.config.decoder.layers[model.layer_begin : model.layer_end]
-    limits, exact = limits_of(device), model.deterministic
-    shapes = dict[AttentionShape, None]()
-    for layer, kv in zip(layers, runner.platform.memory.kv, strict=True):
-        latent = layer.attention.latent
-        value_dim = None if latent is None else latent.kv_rank
-        if layer.recurrent is None and triton_head(kv, value_dim):
-            heads, rest = (layer.attention.num_heads, kv.shape[1]), 0 if latent is None else latent.rope_width
-            shapes[AttentionShape(model.dtype, kv.dtype, *heads, kv.shape[4], exact, limits, rest)] = None
+    shapes = runner.model.attention_shapes(runner.platform.memory.kv)
     return list(dict.fromkeys(batch for shape in shapes for batch in shape.batches(max_num_batched_tokens, longest)))
 
 

@@ -19,7 +19,10 @@ from tests.world.process import in_new_process
 from tests.world.test_roles import change, kinds
 
 POOL = ("--block-size", "16", "--set", "blocks=160")
-FLAGS = {"prefill": (*POOL, "--max-num-batched-tokens", "64"), "decode": (*POOL, "--set", "preempt_every=23")}
+FLAGS = {
+    "prefill": (*POOL, "--max-num-batched-tokens", "64"),
+    "decode": (*POOL, "--set", "preempt_every=11", "--set", "preemption=swap"),
+}
 HOW = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 HOSTS = 2
 """Of the instance's three stages so many are on hosts of their own."""

@@ -4,6 +4,7 @@ Calls are timed by the device's events, after warming up. Limits are what a larg
 large matrix product, and what torch has of its own.
 """
 
+import os
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from benchmarks.frame import Row, optional, paired
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.engine.kernels import ops, reference
 from moonpool.engine.kernels.attention import HeadNorms, copy_blocks, norm_rope_write, paged_attention, write_kv
+from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.plan import make_plan
+from moonpool.engine.kernels.sparse import ChosenKeys, chosen_attention
 from moonpool.engine.sampling.sampler import Sampler
 
 WAYS = {
@@ -286,6 +289,33 @@ def latent_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
         context = min(1024, sizes.prefill[0][1])
         case = _case(on, shape, batch, rows, context)
         yield beside_reference(on, f"GPU {name}, {shape}, {rows} of {context}", case.call, case.reference)
+
+
+def in_torch(call: Callable[[], Tensor]) -> Tensor:
+    """Return what plain torch gives for a call of kernels."""
+    had = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "reference"
+    try:
+        return call()
+    finally:
+        del os.environ[VARIABLE]
+        if had is not None:
+            os.environ[VARIABLE] = had
+
+
+def chosen_rows(on: On, shape: Shape, rows: int, context: int, chosen: int) -> Iterator[Row]:
+    """Attention to keys that an indexer has chosen: the bytes of their vectors beside a copy, and beside torch."""
+    kv, device = shape.pool(rows * context // shape.block_size, on.device), on.device
+    tokens = torch.rand(rows, context, device=device).topk(chosen).indices.sort().values
+    places = (tokens + torch.arange(rows, device=device)[:, None] * context).int()
+    numbers = torch.full((rows,), chosen, dtype=torch.int32, device=device)
+    keys = ChosenKeys(torch.arange(rows, device=device), places, numbers, None)
+    q = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=shape.dtype)
+    assert shape.value_dim is not None
+    call = partial(chosen_attention, q, kv, None, keys, shape.head_dim**-0.5, shape.value_dim, deterministic=False)
+    name = f"GPU attention to {chosen} chosen keys of {context}, {shape}, {rows} rows"
+    yield _beside_a_copy(on, name, places.numel() * shape.head_dim * kv.element_size(), call)
+    yield beside_reference(on, name, call, partial(in_torch, call))
 
 
 def attention_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:

@@ -1,6 +1,5 @@
 """Rows of `kernel_speed` of recurrent layers: a layer by kernels beside the same layer in plain torch."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -10,11 +9,10 @@ from torch import Tensor
 from benchmarks.ceilings import On
 from benchmarks.frame import Row
 from moonpool.base.families.spec import RecurrentSpec
-from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.weights.linear import Linear
-from tools.gpu_check.kernel_rows import beside_reference
+from tools.gpu_check.kernel_rows import beside_reference, in_torch
 
 SPECS = {
     "Qwen3-Next": RecurrentSpec("gated_delta", 4, heads=32, key_heads=16, key_dim=128, value_dim=128),
@@ -39,18 +37,7 @@ def recurrent_rows(
         for sequences, rows, before in batches:
             call = _step(on, layer, sequences, rows, before, rng)
             title = f"GPU recurrent layer, {name}, {sequences} sequences of {rows} rows"
-            yield beside_reference(on, title, call, partial(_in_torch, call))
-
-
-def _in_torch(call: Callable[[], Tensor]) -> Tensor:
-    had = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "reference"
-    try:
-        return call()
-    finally:
-        del os.environ[VARIABLE]
-        if had is not None:
-            os.environ[VARIABLE] = had
+            yield beside_reference(on, title, call, partial(in_torch, call))
 
 
 def _step(
@@ -73,15 +60,24 @@ def _step(
 
 
 def random_layer(
-    spec: RecurrentSpec, hidden: int, dtype: torch.dtype, device: torch.device | str, rng: torch.Generator
+    spec: RecurrentSpec,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rng: torch.Generator,
+    *,
+    rounded: torch.dtype | None = None,
 ) -> RecurrentWeights:
-    """Return a layer with random weights, drawn on the host."""
+    """Return a layer with random weights, drawn on the host; `rounded`: weights are numbers of this type."""
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng)
 
+    def stored(weights: Tensor) -> Tensor:
+        return weights.to(rounded or dtype).to(device, dtype)
+
     def linear(outputs: int, inputs: int) -> Linear:
-        return Linear((drawn(outputs, inputs) / inputs**0.5).to(device, dtype))
+        return Linear(stored(drawn(outputs, inputs) / inputs**0.5))
 
     values, keys = spec.heads * spec.value_dim, spec.heads * spec.key_dim
     sizes = {
@@ -91,14 +87,14 @@ def random_layer(
         "gated_delta": spec.channels + values + 2 * spec.heads,
         "kimi_delta": spec.channels + 2 * spec.width + spec.heads,
     }
-    conv = (drawn(spec.channels, spec.conv) / 2).to(device, dtype) if spec.conv > 1 else None
-    bias = drawn(spec.channels).to(device, dtype) if spec.conv_bias else None
+    conv = stored(drawn(spec.channels, spec.conv) / 2) if spec.conv > 1 else None
+    bias = stored(drawn(spec.channels)) if spec.conv_bias else None
     weights = RecurrentWeights(spec, linear(sizes[spec.kind], hidden), conv, bias, linear(hidden, values or spec.width))
     if spec.heads:
         weights.decay = -drawn(spec.heads).exp().to(device)
         weights.step_bias = drawn(keys if spec.kind == "kimi_delta" else spec.heads).to(device)
         whole = spec.gate_first or bool(spec.norm_groups)
-        weights.norm = drawn(values if whole else spec.value_dim).to(device, dtype)
+        weights.norm = stored(drawn(values if whole else spec.value_dim))
     if spec.kind == "mamba2":
         weights.skip = drawn(spec.heads).to(device)
     if spec.kind == "kimi_delta":

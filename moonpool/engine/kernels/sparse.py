@@ -1,8 +1,8 @@
 """Attention to chosen keys (DeepSeek V3.2): an indexer scores all keys of a sequence, and a row sees the best ones.
 
-Plain torch computes this on every device: neither native kernels nor Triton have it. A sequence with no more tokens
-than are chosen sees all of them (`moonpool.engine.kernels.attention`). What a sequence gets depends on the sequence and
-its chunks alone.
+Plain torch scores and chooses on every device; on GPUs Triton attends to the chosen keys. A sequence with no more
+tokens than are chosen sees all of them (`moonpool.engine.kernels.attention`). In torch and in deterministic mode, what
+a sequence gets depends on the sequence and its chunks alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moonpool.engine.kernels.attention import paged_attention
+from moonpool.engine.kernels.attention import paged_attention, triton_head
+from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.reference import dequantize
 from moonpool.engine.kernels.to_device import send_to_device
 
@@ -37,9 +38,8 @@ class ChosenKeys:
     """Where in the pool the keys lie that rows see, in rising order; R rows that see `topk` keys at most."""
 
     rows: Tensor  # [R] int64
-    blocks: Tensor  # [R, topk] int64
-    slots: Tensor  # [R, topk] int64
-    unused: Tensor  # [R, 1, topk] bool: places that a row with fewer keys does not use
+    places: Tensor  # [R, topk] int32: block * block_size + slot
+    numbers: Tensor  # [R] int32: how many keys a row sees, the first of its places
     whole: WholeSequences | None  # sequences that are not longer; None: there are none
 
 
@@ -69,24 +69,24 @@ def choose_keys(
     longer = [s for s, (begin, end) in enumerate(spans) if end > begin and context_lens[s] > topk]
     if not longer:
         return None
-    rows, blocks, slots, unused = [], [], [], []
+    size, rows, places, numbers = kv.shape[3], list[Tensor](), list[Tensor](), list[Tensor]()
     for group in _groups(longer, spans, context_lens, q.shape[1:], alone=deterministic):
         begins, count = [spans[s][0] for s in group], spans[group[0]][1] - spans[group[0]][0]
         lengths = [context_lens[s] for s in group]
         # One copy tells where the rows are, whose they are, and how long these are.
         told = send_to_device(torch.tensor([begins, group, lengths]), q.device)
         own = (told[0, :, None] + torch.arange(count, device=q.device)).flatten()
-        tables = block_tables[told[1], : -(-max(lengths) // kv.shape[3])].long()  # [G, blocks]
+        tables = block_tables[told[1], : -(-max(lengths) // size)].long()  # [G, blocks]
         keys = dequantize(kv[tables], None if scales is None else scales[tables], torch.float32)
         keys = keys.view(len(group), -1, kv.shape[4])
-        tokens, numbers = _best(q[own], weights[own], keys, told[2], scale, topk)
+        tokens, found = _best(q[own], weights[own], keys, told[2], scale, topk)
         rows.append(own)
-        blocks.append(tables.repeat_interleave(count, 0).gather(1, tokens // kv.shape[3]))
-        slots.append(tokens % kv.shape[3])
-        unused.append(torch.arange(topk, device=q.device) >= numbers[:, None])
+        blocks = tables.repeat_interleave(count, 0).gather(1, tokens // size)
+        places.append((blocks * size + tokens % size).int())
+        numbers.append(found.int())
     others = [s for s in range(len(spans)) if s not in set(longer)]
     whole = _whole(others, spans, block_tables, context_lens) if others else None
-    return ChosenKeys(torch.cat(rows), torch.cat(blocks), torch.cat(slots), torch.cat(unused)[:, None], whole)
+    return ChosenKeys(torch.cat(rows), torch.cat(places), torch.cat(numbers), whole)
 
 
 def chosen_attention(
@@ -109,14 +109,42 @@ def chosen_attention(
         out[whole.rows] = paged_attention(
             q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic, value_dim=value_dim
         )
-    tile = 1 if deterministic else max(1, _TILE_BYTES // (chosen.blocks.shape[1] * kv.shape[4] * 4))
-    for part in torch.split(torch.arange(len(chosen.rows), device=q.device), tile):
-        rows, place = chosen.rows[part], (chosen.blocks[part], 0, 0, chosen.slots[part])
-        keys = dequantize(kv[place], None if scales is None else scales[place], torch.float32)  # [rows, topk, D]
-        scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)
-        seen = torch.softmax(scores.masked_fill_(chosen.unused[part], -torch.inf), dim=-1)
-        out[rows] = torch.bmm(seen, keys[..., :value_dim]).to(q.dtype)
+    if choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0:
+        _by_triton(q, kv, scales, chosen, scale, out, deterministic=deterministic)
+    else:
+        _by_torch(q, kv, scales, chosen, scale, out, deterministic=deterministic)
     return out
+
+
+def _by_triton(
+    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, deterministic: bool
+) -> None:
+    from moonpool.engine.kernels.triton import ops
+
+    each = max(1, _TILE_BYTES // (q.shape[1] * q.shape[2] * q.element_size()))
+    for first in range(0, len(chosen.rows), each):
+        part = slice(first, first + each)
+        rows, numbers = chosen.rows[part], chosen.numbers[part]
+        found = torch.empty((len(rows), *out.shape[1:]), dtype=out.dtype, device=out.device)
+        places = chosen.places[part]
+        ops.chosen_attention(q[rows], kv, scales, places, numbers, scale, found, deterministic=deterministic)
+        out[rows] = found
+
+
+def _by_torch(
+    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, deterministic: bool
+) -> None:
+    size, most = kv.shape[3], chosen.places.shape[1]
+    each = 1 if deterministic else max(1, _TILE_BYTES // (most * kv.shape[4] * 4))
+    for first in range(0, len(chosen.rows), each):
+        part = slice(first, first + each)
+        rows, places = chosen.rows[part], chosen.places[part].long()
+        at = (places // size, 0, 0, places % size)
+        keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)  # [rows, topk, D]
+        scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)
+        unused = torch.arange(most, device=q.device) >= chosen.numbers[part, None]
+        seen = torch.softmax(scores.masked_fill_(unused[:, None], -torch.inf), dim=-1)
+        out[rows] = torch.bmm(seen, keys[..., : out.shape[2]]).to(q.dtype)
 
 
 def _groups(

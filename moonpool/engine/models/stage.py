@@ -21,12 +21,14 @@ from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.families.spec import AttentionSpec, LayerSpec
 from moonpool.engine.kernels import choice, ops
 from moonpool.engine.kernels.arranged_weights import ArrangedWeight
-from moonpool.engine.kernels.attention import norm_rope_write, paged_attention, write_kv
+from moonpool.engine.kernels.attention import norm_rope_write, paged_attention, triton_head, write_kv
 from moonpool.engine.kernels.deterministic import elementwise, in_tiles
 from moonpool.engine.kernels.int8_head import Int8Head
 from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.engine.kernels.sparse import ChosenKeys, choose_keys, chosen_attention
+from moonpool.engine.kernels.triton.tiles import limits_of
+from moonpool.engine.kernels.triton.variants import AttentionShape
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.experts import DenseAndExperts
 from moonpool.engine.models.inference_mode import in_inference_mode
@@ -153,6 +155,24 @@ class StageModel:
         ]
         parts += [self.positions, self._per_layer, self.pictures, *self.layers, *self._tail]
         return sum(part.nbytes for part in parts if part is not None)
+
+    def attention_shapes(self, kv: LayersKV) -> list[AttentionShape]:
+        """Return what launches of Triton's attention follow from, each once; none where other kernels attend.
+
+        `kv`: as for `run`.
+        """
+        if choice.choose("attention", self.device, self.dtype) != "triton":
+            return []
+        limits, shapes = limits_of(self.device), dict[AttentionShape, None]()
+        for weights, pool in zip(self.layers, kv, strict=True):
+            latent = weights.spec.attention.latent
+            value_dim = None if latent is None else latent.kv_rank
+            if weights.spec.recurrent is None and triton_head(pool, value_dim):
+                sizes = weights.spec.attention.num_heads, pool.shape[1], pool.shape[4], self.deterministic, limits
+                shapes[AttentionShape(self.dtype, pool.dtype, *sizes, 0 if latent is None else latent.rope_width)] = (
+                    None
+                )
+        return list(shapes)
 
     def progress(self, loras: BatchLoras | None = None) -> Progress | None:
         """Return what another thread follows one step's `run` by; None if layers are not one native call.

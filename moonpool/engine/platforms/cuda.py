@@ -1,4 +1,4 @@
-"""A GPU over CUDA streams and events; docs/gpu_check.md tells what an H100 showed."""
+"""A GPU over CUDA streams and events; docs/gpu_check.md tells what GPUs showed."""
 
 import gc
 import logging

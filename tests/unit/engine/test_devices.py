@@ -122,10 +122,9 @@ class Rig:
 
     def settle(self) -> None:
         """Until everything was emitted."""
-        over: list[int] = []
-        self.place.memory.fetch((), lambda: over.append(1))
-        while not over:
-            os.sched_yield()
+        over = threading.Event()
+        self.place.memory.fetch((), over.set)
+        over.wait()
 
     def loaded(self) -> None:
         """Until all that landed is on the device."""

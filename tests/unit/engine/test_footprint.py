@@ -20,12 +20,14 @@ from moonpool.engine.footprint import (
     device_work_bytes,
     grammar_bytes,
     near_memory_limit,
+    prompt_graph_tokens,
     resident_bytes,
     work_bytes,
 )
 from moonpool.engine.kernels.native import library
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, Footprint
+from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.platforms.cuda import check_free_memory
 from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.platforms.staged import StagedDevice
@@ -171,7 +173,7 @@ def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
         for rows in (0, 4)
         for how in ({"graph_prompts": False}, {"deterministic": True}, {})
     ]
-    assert graphs == [0, 0, 512, 512, 512, 1024]
+    assert graphs == [0, 512, 512, 512, 1024, 1024]
 
 
 def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
@@ -189,3 +191,12 @@ def test_a_process_is_near_its_bound_before_it_has_reached_it() -> None:
     assert near_memory_limit(now)
     assert near_memory_limit(now + (100 << 20)), "the worst grammar fits in between"
     assert not near_memory_limit(now + GRAMMAR_BYTES)
+
+
+@pytest.mark.parametrize(("shape", "exact"), [("tiny-llama", True), ("tiny-qwen3-next", False)])
+def test_sequences_computed_by_themselves_have_no_graphs_of_prompts(shape: str, exact: bool, tmp_path: Path) -> None:
+    """So are those of recurrent layers in deterministic mode."""
+    create(shape, tmp_path / "model", seed=1, dtype="float32")
+    engine, config = spec(tmp_path / "model"), load_config(tmp_path / "model")
+    assert prompt_graph_tokens(config, engine) > 0
+    assert bool(prompt_graph_tokens(config, replace(engine, deterministic=True))) == exact

@@ -2,21 +2,28 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep
+from moonpool.engine.footprint import EXACT_GRAPH_TOKENS
+from moonpool.engine.kernels.choice import VARIABLE
+from moonpool.engine.kernels.triton.variants import AttentionShape
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.platforms.base import CapturedGraph
+from moonpool.engine.platforms.cpu import CpuStream
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import MAX_LAYER_GRAPHS, ChunkShape, PromptGraphs, prompt_shapes
 from tests.unit.engine.test_devices import BLOCKS, FEW, GREEDY, SIZE, ids, later_stage, rig
 from tests.unit.engine.test_steps_ahead import Counted
+from tools.compiled_kernels import HOPPER
 
 LONGEST = BLOCKS * SIZE
 
@@ -46,6 +53,17 @@ def test_there_are_shapes_for_all_steps_and_not_too_many(most: int, longest: int
     for sequences in (1, 3, 31):
         assert any(shape.fits(largest, sequences, longest) for shape in shapes)
         assert any(shape.fits(1 + sequences, sequences, 1) for shape in shapes)
+
+
+def test_deterministic_steps_have_no_shape_whose_results_of_parts_are_too_large() -> None:
+    """Of an 8B model on an H100: few tokens behind long contexts, of which each 1,024 keys are a part."""
+    shape = AttentionShape(torch.bfloat16, torch.bfloat16, 32, 8, 128, True, HOPPER.limits)
+    every = prompt_shapes(1024, 131_072, 4)
+    assert prompt_shapes(1024, 131_072, 4, [replace(shape, deterministic=False)]) == every
+    exact = prompt_shapes(1024, 131_072, 4, [shape])
+    left_out = set(every) - set(exact)
+    assert left_out
+    assert all(each.tokens < 512 and each.context > 16_384 for each in left_out)
 
 
 def test_no_shape_without_a_step_that_is_large_enough() -> None:
@@ -134,6 +152,60 @@ def test_a_layers_graph_waits_for_its_gate(model: StageModel, seed: int) -> None
         assert tested.run(step, gated=True, layer_events=True).aborted
         tested.place.stream.record().wait()
         assert device.replays == 1
+
+
+class Again:
+    """A device of the host, whose graphs do their work anew."""
+
+    torch_device = torch.device("cpu")
+
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
+        return SimpleNamespace(replay=work, nbytes=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "most"), [(torch.float32, "", EXACT_GRAPH_TOKENS), (torch.bfloat16, "torch", 128)]
+)
+def test_deterministic_graphs_have_the_bits_of_launched_layers(
+    checkpoint: Path, dtype: torch.dtype, mode: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every number of tokens and of sequences, with padding and without."""
+    monkeypatch.setenv(VARIABLE, mode)
+    config = load_config(checkpoint)
+    exact, draw = load_stage(checkpoint, config, dtype, 0, config.num_layers), torch.Generator().manual_seed(4)
+    exact.deterministic = True
+    [group], blocks = kv_layout(config, "float32", SIZE).groups, most // SIZE + 64
+    kv = torch.zeros((config.num_layers, blocks, group.kv_heads, group.planes, SIZE, group.head_dim), dtype=dtype)
+    memory = SimpleNamespace(kv=kv, scales=None, slot_of=None, block_size=SIZE)
+    graphs = PromptGraphs(Again(), exact, memory, 1024, most)  # type: ignore[arg-type]
+    graphs.capture(CpuStream(), lambda what: None)
+    taken = set[ChunkShape]()
+    every = {(each.tokens, each.sequences) for each in prompt_shapes(most, 1024, config.num_layers)}
+    for tokens in sorted({tokens for tokens, _ in every}):
+        for sequences, padding in ((1, 0), (2, 1), (9, 0), (9, 3)):
+            counts, tables, begin = [1] * (sequences - 1) + [tokens - padding - sequences + 1], [], 0
+            for count in counts:
+                tables.append(range(begin, begin - (-count // SIZE)))
+                begin = tables[-1].stop
+            parts = [
+                (torch.randint(3, 200, (count,), generator=draw).tolist(), 0, table)
+                for count, table in zip(counts, tables, strict=True)
+            ]
+            given = PackedBatch.build([(ids(own), start, table) for own, start, table in parts], SIZE)
+            shape = graphs.shape(given)
+            assert shape is not None
+            taken.add(shape)
+            with torch.inference_mode():
+                eager = exact.forward(given.token_ids, given, kv)
+                written = kv.clone()
+                kv.zero_()
+                graphs.begin(shape, given, eager)
+                for layer in range(config.num_layers):
+                    graphs.run(shape, layer)
+                assert torch.equal(graphs.states(given.num_tokens), eager)
+                assert torch.equal(kv, written)
+                kv.zero_()
+    assert {(each.tokens, each.sequences) for each in taken} == every
 
 
 class Heavy(StagedDevice):

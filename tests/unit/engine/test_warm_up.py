@@ -16,11 +16,11 @@ from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.engine import run_mode
-from moonpool.engine import warm_up as module
 from moonpool.engine.calibration import measure
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.messages import StageDone
+from moonpool.engine.models import stage
 from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import PromptGraphs
@@ -163,7 +163,7 @@ def test_no_step_launches_what_warm_up_did_not(
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or Triton is not available on a CPU
     monkeypatch.setenv(VARIABLE, "triton")
     blocks, tokens = 256, 512
-    monkeypatch.setattr(module, "limits_of", lambda _: HOPPER.limits)
+    monkeypatch.setattr(stage, "limits_of", lambda _: HOPPER.limits)
     draw = random.Random(7)
     with caught(HOPPER.limits) as launched:
         stages = opened(checkpoint, StagedDevice(1), blocks, kv_dtype, 64)

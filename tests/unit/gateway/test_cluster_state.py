@@ -43,7 +43,7 @@ async def test_asked_once_a_second() -> None:
     asked.go.set()
     for seconds, times in ((0.0, 1), (MAX_AGE_S, 1), (0.5, 2), (10.0, 3)):
         now[0] += seconds
-        assert (await cluster.state()).model == "tiny"
+        assert (await cluster.state()).model == (await cluster.state_now()).model == "tiny"
         assert asked.times == times
 
 

@@ -180,6 +180,11 @@ DISPLAYED = '<math display="block"><mi>x</mi></math>'
         ("\\$x\\$ `$x$` \\\\(x\\\\)", "<p>$x$ <code>$x$</code> \\(x\\)</p>\n"),
         ("$a\\$$", "<p><math><mi>a</mi><mi>$</mi></math></p>\n"),
         ("$a\\;$", '<p><math><mi>a</mi><mspace width="0.2777778em"></mspace></math></p>\n'),
+        (
+            "$$\\begin{array}{rl}x&x\\end{array}$$",
+            '<math display="block"><mtable displaystyle="false" scriptlevel="0"><mtr>'
+            '<mtd class="right"><mi>x</mi></mtd><mtd class="left">',
+        ),
         ("$\\frac{1$ \\[ x", "<p>$\\frac{1$ [ x</p>\n"),
         ("$$\nx\n\ny\n$$", "<p>$$\nx</p>\n<p>y\n$$</p>\n"),
         ("```\n$x$\n```", "<pre><code>$x$\n</code></pre>\n"),

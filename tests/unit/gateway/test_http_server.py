@@ -205,8 +205,11 @@ async def test_a_closed_connection_whose_client_reads_nothing_ends() -> None:
             assert (await loop.sock_recv(client, 15)) == b"HTTP/1.1 200 OK"
             (connection,) = server.server_state.connections
             assert isinstance(connection, HttpConnection)
-            while not connection.transport.get_write_buffer_size():  # noqa: ASYNC110  # turns of the event loop
+            while not connection.flow.write_paused:  # noqa: ASYNC110  # turns of the event loop
                 await asyncio.sleep(0)
+            connection.sweep(loop.time() + 500.0, 1000.0, 1000.0)
+            await asyncio.sleep(0)
+            assert server.open_connections == 1, "the client has 1000 s to read"
             connection.transport.close()
             now = loop.time()
             for later_s in (0.0, 900.0):

@@ -8,6 +8,7 @@ import tokenizers
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import ChatOptions, Tokenizer
+from moonpool.base.errors import InvalidRequest
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import Message
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -53,3 +54,16 @@ async def test_a_template_that_refuses_begins_no_thinking(texts: GatewayTokenize
         assert [await made.thinks_at_once("t", {name: True}) for name in ("refuse", "think", "else")] == [
             False, True, False,
         ]  # fmt: skip
+
+
+async def test_chats_that_are_too_long_and_tokens_beside_the_vocabulary_are_refused(texts: GatewayTokenizer) -> None:
+    turns: list[Message] = [{"role": "user", "content": "one two three"}]
+    tokens = await texts.encode_chat("t", turns, (), 100, ChatOptions())
+    assert await texts.encode_chat("t", turns, (), len("one two three!"), ChatOptions()) == tokens
+    with pytest.raises(InvalidRequest, match="more than 100 tokens"):
+        await texts.encode_chat("t", [{"role": "user", "content": "a b " * 100}], (), 100, ChatOptions())
+    size = texts.info()["vocab_size"]
+    assert await texts.decode("t", [size - 1])
+    for wrong in (-1, size):
+        with pytest.raises(InvalidRequest, match=r"must be in \[0, "):
+            await texts.decode("t", [0, wrong])

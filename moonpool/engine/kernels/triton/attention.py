@@ -94,6 +94,22 @@ def prefill_attention(
         call.launch(MANY, others=max(singles, 0))
 
 
+def chosen_attention(
+    q: Tensor,  # [R, heads, D], rows dense, stride(0) free
+    kv: Tensor,  # [blocks, 1, 1, block_size, D]: latent vectors
+    scales: Tensor | None,
+    places: Tensor,  # [R, most] int32: block * block_size + slot of each key that a row sees
+    numbers: Tensor,  # [R] int32: how many a row sees, the first of its places
+    scale: float,
+    out: Tensor,  # [R, heads, fewer than D], rows dense, stride(0) free
+    *,
+    deterministic: bool = False,
+) -> None:
+    """Write softmax(q k^T * scale) v for rows that see keys anywhere in the pool; keywords as of `decode_attention`."""
+    call = _Call(q, kv, scales, places, None, numbers, scale, out, None, None, deterministic, by_place=True)
+    call.launch(ROW_EACH)
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One call's arguments."""
@@ -109,6 +125,8 @@ class _Call:
     kind: Kind | None
     max_context: int | None
     deterministic: bool
+    by_place: bool = False
+    """Whether tables have tokens' places in place of blocks."""
 
     def launch(self, which: int, others: int = 0) -> None:
         """Run the kernel over the sequences that `which` names, and join the parts after a split.
@@ -124,7 +142,8 @@ class _Call:
             return
         assert self.tables.stride(1) == 1, "entries of a sequence's table stand side by side"
         limits = limits_of(self.q.device)
-        width = self.tables.shape[1] * block_size
+        entry = 1 if self.by_place else block_size
+        width = self.tables.shape[1] * entry
         longest = max(1, width if self.max_context is None else min(width, self.max_context))
         heads_of = AttentionShape(
             self.q.dtype, self.kv.dtype, heads, kv_heads, head_dim, self.deterministic, limits, rest
@@ -154,7 +173,7 @@ class _Call:
             REST=rest, PADDED_REST=rest and max(padded(rest), 16),
             BLOCK_SIZE=block_size, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
             NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
-            CAPPED=cap is not None, WINDOWED=_windowed(self.kind),
+            CAPPED=cap is not None, WINDOWED=_windowed(self.kind), ENTRY=entry,
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if cut.split == PART:

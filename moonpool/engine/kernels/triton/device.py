@@ -85,10 +85,10 @@ def _widen(stored, DTYPE: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _blocks(table, start, high, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Return a tile's block as a number if the tile is one dense run there, or each key's block; 0 from `high` on."""
-    keys = start if BLOCK_SIZE % KEYS == 0 else start + tl.arange(0, KEYS)
-    return tl.load(table + keys // BLOCK_SIZE, mask=keys < high, other=0)
+def _blocks(table, start, high, ENTRY: tl.constexpr, KEYS: tl.constexpr):
+    """Return a tile's entry of the table if the tile is one dense run, or each key's entry; 0 from `high` on."""
+    keys = start if ENTRY % KEYS == 0 else start + tl.arange(0, KEYS)
+    return tl.load(table + keys // ENTRY, mask=keys < high, other=0)
 
 
 @triton.jit
@@ -97,22 +97,27 @@ def _step(
     m, l, acc,  # noqa: E741
     HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
     REST: tl.constexpr, PADDED_REST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
+    NATIVE: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, start + KEYS) into the running maximum, sum and weighted values of all rows.
 
     MASKED: rows see different keys, or fewer than all; those from `high` on, which no row sees, are not even loaded.
     REST: of a single plane, the elements of a key behind those that are its value; `q_rest` has them of the queries.
+    ENTRY: tokens of an entry of the table, BLOCK_SIZE; or 1: entries are tokens' places, block * BLOCK_SIZE + slot.
     """
     keys = start + tl.arange(0, KEYS)
     loaded = keys < high
+    inside = keys % BLOCK_SIZE
+    if ENTRY == 1:
+        inside = block % BLOCK_SIZE
+        block = block // BLOCK_SIZE
     block = block.to(tl.int64)
-    if BLOCK_SIZE % KEYS == 0:
+    if ENTRY % KEYS == 0:
         at = block * block_units * UNIT + (start % BLOCK_SIZE) * HEAD_DIM + tl.arange(0, KEYS) * HEAD_DIM
     else:
-        at = block * block_units * UNIT + (keys % BLOCK_SIZE) * HEAD_DIM
+        at = block * block_units * UNIT + inside * HEAD_DIM
     k = _load(base + at, loaded, HEAD_DIM - REST, PADDED_DIM, MASKED)
     v = k if REST else _load(base + PLANE + at, loaded, HEAD_DIM, PADDED_DIM, MASKED)
     scores = tl.dot(q, tl.trans(_widen(k, q.dtype, KV, NATIVE)), input_precision=PRECISION)
@@ -120,7 +125,7 @@ def _step(
         rest = _load(base + (HEAD_DIM - REST) + at, loaded, REST, PADDED_REST, MASKED)
         scores = tl.dot(q_rest, tl.trans(_widen(rest, q.dtype, KV, NATIVE)), scores, input_precision=PRECISION)
     if KV != _PLAIN:
-        k_scale, v_scale = _scales(scales + block * scale_stride + keys % BLOCK_SIZE, loaded, KV, NATIVE, SCALE_PLANE)
+        k_scale, v_scale = _scales(scales + block * scale_stride + inside, loaded, KV, NATIVE, SCALE_PLANE)
         scores *= k_scale
     if CAPPED:
         scores = _tanh(scores * squeeze)
@@ -185,8 +190,8 @@ def _attend(
     begin, end, low, high, q, q_rest, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
     HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
     REST: tl.constexpr, PADDED_REST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
+    NATIVE: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MANY_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return (maximum, sum, weighted values) of the rows over the keys [begin, end), as float32.
@@ -202,24 +207,24 @@ def _attend(
         begin = tl.maximum(begin, tl.maximum(_first_seen(low, window, WINDOWED), 0) // KEYS * KEYS)
     border = begin
     # The table is read one step ahead: the pipelined loads' addresses must not wait for the table.
-    block = _blocks(table, begin, high, BLOCK_SIZE, KEYS)
+    block = _blocks(table, begin, high, ENTRY, KEYS)
     if MANY_ROWS and not WINDOWED:
         border = tl.maximum(tl.minimum(low // KEYS * KEYS, end), begin)
         for start in range(begin, border, KEYS):
-            ahead = _blocks(table, start + KEYS, high, BLOCK_SIZE, KEYS)
+            ahead = _blocks(table, start + KEYS, high, ENTRY, KEYS)
             m, l, acc = _step(  # noqa: E741
                 start, high, q, q_rest, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
                 m, l, acc,
-                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, ENTRY, KEYS, UNIT, KV, NATIVE,
                 PRECISION, CAPPED, WINDOWED, False,
             )  # fmt: skip
             block = ahead
     for start in range(border, end, KEYS):
-        ahead = _blocks(table, start + KEYS, high, BLOCK_SIZE, KEYS)
+        ahead = _blocks(table, start + KEYS, high, ENTRY, KEYS)
         m, l, acc = _step(  # noqa: E741
             start, high, q, q_rest, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
             m, l, acc,
-            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, ENTRY, KEYS, UNIT, KV, NATIVE,
             PRECISION, CAPPED, WINDOWED, True,
         )  # fmt: skip
         block = ahead
@@ -257,7 +262,7 @@ def attention(
     PADDED_DIM: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
     NATIVE: tl.constexpr, WHICH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to one key/value head's keys; grid (tiles, kv_heads, parts).
 
@@ -315,7 +320,7 @@ def attention(
             m_part, l_part, acc_part = _attend(
                 part, tl.minimum(part + split_keys, high), low, high,
                 query, query_rest, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, ENTRY, KEYS, UNIT, KV, NATIVE,
                 PRECISION, CAPPED, WINDOWED, TOKENS > 1, ROWS,
             )  # fmt: skip
             m, l, acc = _join(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
@@ -323,7 +328,7 @@ def attention(
         m, l, acc = _attend(  # noqa: E741
             begin, end, low, high, query, query_rest, seen, base, scales, table, block_units, scale_stride,
             scale, squeeze, window,
-            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, REST, PADDED_REST, BLOCK_SIZE, ENTRY, KEYS, UNIT, KV, NATIVE,
             PRECISION, CAPPED, WINDOWED, TOKENS > 1, ROWS,
         )  # fmt: skip
     if SPLIT == _PART:

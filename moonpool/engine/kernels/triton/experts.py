@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Mixtures of experts: all chosen experts' products in one launch, and the weighted sums. Never run on a GPU.
+"""Mixtures of experts: all chosen experts' products in one launch, and the weighted sums.
 
 Which rows an expert has is known on the device alone: grids follow from shapes, as those of attention do, so that no
 launch waits. `moonpool.engine.kernels.reference` has the contracts.

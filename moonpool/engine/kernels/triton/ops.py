@@ -4,7 +4,7 @@ Importing this imports Triton; see `moonpool.engine.kernels.triton.available`. P
 library's, which is not slow on GPUs.
 """
 
-from moonpool.engine.kernels.triton.attention import decode_attention, prefill_attention
+from moonpool.engine.kernels.triton.attention import chosen_attention, decode_attention, prefill_attention
 from moonpool.engine.kernels.triton.experts import add_weighted, expert_linear
 from moonpool.engine.kernels.triton.heads import norm_rope_write
 from moonpool.engine.kernels.triton.pointwise import norm, rms_norm, rope, silu_mul
@@ -13,6 +13,7 @@ from moonpool.engine.kernels.triton.products import packed_linear
 
 __all__ = [
     "add_weighted",
+    "chosen_attention",
     "copy_blocks",
     "decode_attention",
     "expert_linear",

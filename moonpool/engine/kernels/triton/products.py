@@ -4,7 +4,7 @@
 
 Rows are bytes with a scale for each chunk of 32 inputs. A chunk's sum is a whole number, which tensor cores compute
 from bytes; chunks are added in order, so that a row's result does not depend on the other rows. Codes that stand for
-floats multiply rows as they are, in float32. Never run on a GPU.
+floats multiply rows as they are, in float32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Layers with a recurrent state: the convolution over the last tokens, and the scan. Never run on a GPU.
+"""Layers with a recurrent state: the convolution over the last tokens, and the scan.
 
 A program has a part of one sequence's state for itself, from the sequence's first row to its last: some channels of the
 convolution, or some value elements of a head. So it reads the state before the step, goes over the rows, and writes the

@@ -92,6 +92,12 @@ class AttentionShape:
         """
         return _launch(self, which, tokens, sequences, longest, others)
 
+    def result_bytes(self, tokens: int, sequences: int, longest: int) -> int:
+        """Return the memory for results of parts of the keys, in a step whose sequences may have any number of rows."""
+        cuts = [self.launch(which, tokens, sequences, longest) for which in (SINGLES, MANY)]
+        programs = (cut.tiles * cut.tokens * cut.parts if cut.split == PART else 0 for cut in cuts)
+        return max(programs) * self.heads * (self.head_dim - self.rest + 2) * 4
+
     def variant(self, which: int, batch: BatchShape) -> Variant:
         """Return the variant that a launch takes."""
         shape = self.launch(which, batch.tokens, batch.sequences, batch.context)

@@ -344,6 +344,13 @@ def test_what_is_nested_too_deeply_is_named() -> None:
         CoreDecoder(CLASSES).decode(b"l\1" * 100_000)
 
 
+def test_unknown_tags_and_values_without_an_end_are_named() -> None:
+    with pytest.raises(CodecError, match="an unknown tag"):
+        CoreDecoder(CLASSES).decode(b"\xff")
+    with pytest.raises(CodecError, match="the value does not end"):
+        CoreDecoder(CLASSES).decode(b"l\1")
+
+
 def test_a_pickle_is_no_value() -> None:
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(CodecError):

@@ -76,10 +76,9 @@ def test_rows_see_the_keys_with_the_highest_sums(stored: torch.dtype | None) -> 
             continue
         scores = (pool.q[row].double() @ pool.keys[s][:seen].T * 0.3).relu()
         wanted = best(pool.weights[row].double() @ scores)
-        used = ~chosen.unused[found[row], 0]
-        blocks, slots = chosen.blocks[found[row]][used], chosen.slots[found[row]][used]
+        places = chosen.places[found[row]][: chosen.numbers[found[row]]].tolist()
         table = pool.tables[s].tolist()
-        assert [table.index(block) * BLOCK + slot for block, slot in zip(blocks, slots, strict=True)] == wanted
+        assert [table.index(place // BLOCK) * BLOCK + place % BLOCK for place in places] == wanted
 
 
 def test_of_equal_sums_the_earlier_keys_are_taken() -> None:
@@ -88,8 +87,9 @@ def test_of_equal_sums_the_earlier_keys_are_taken() -> None:
     chosen = pool.chosen()
     for row, s in ((0, 0), (STARTS[7], 7)):
         at = chosen.rows.tolist().index(row)
-        assert chosen.blocks[at].tolist() == pool.tables[s, [0] * BLOCK + [1] * (TOPK - BLOCK)].tolist()
-        assert chosen.slots[at].tolist() == [token % BLOCK for token in range(TOPK)]
+        table = pool.tables[s].tolist()
+        wanted = [table[token // BLOCK] * BLOCK + token % BLOCK for token in range(TOPK)]
+        assert chosen.places[at].tolist() == wanted
 
 
 def test_short_sequences_choose_nothing() -> None:

@@ -9,8 +9,8 @@ import torch
 from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.triton import attention as launches
 from moonpool.engine.kernels.triton import device as code
-from moonpool.engine.kernels.triton import tiles, variants
-from tests.unit.engine.kernels.test_triton.pools import DTYPES, SLOWLY, make, slowly
+from moonpool.engine.kernels.triton import ops, tiles, variants
+from tests.unit.engine.kernels.test_triton.pools import DEVICE, DTYPES, SLOWLY, Case, generator, make, slowly
 
 RAGGED = [(1, 33), (5, 21), (1, 1), (3, 3), (17, 60)]
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 40)]
@@ -118,6 +118,48 @@ def test_latent_vectors(
         case = make(sequences, group=group, stored=stored, **LATENT | sizes)  # type: ignore[arg-type]
         case.check(case.prefill())
         case.check(case.prefill(deterministic=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("group", "sizes", "stored"),
+    [
+        (4, {}, None),
+        (20, {"block_size": 64}, torch.int8),
+        *slowly((128, {"block_size": 64}, None), (20, {}, QUANTIZED[1])),
+    ],
+)
+def test_chosen_keys(
+    monkeypatch: pytest.MonkeyPatch,
+    group: int,
+    sizes: dict[str, int],
+    stored: torch.dtype | None,
+    *,
+    deterministic: bool,
+) -> None:
+    """Keys anywhere in the pool, in any order: all of a sequence here, so that any key that is left out is noticed."""
+    monkeypatch.setattr(tiles, "MIN_PART", 16)
+    case = make([(1, 40), (1, 7), (1, 33)], group=group, stored=stored, **LATENT | sizes)  # type: ignore[arg-type]
+    case.check(by_place(case, deterministic=deterministic))
+    case.lengths[0] -= 1
+    short = by_place(case, deterministic=deterministic)
+    case.lengths[0] += 1
+    with pytest.raises(AssertionError, match="out of tolerance"):
+        case.check(short)
+
+
+def by_place(case: Case, *, deterministic: bool) -> torch.Tensor:
+    """Attention by the places of each sequence's first tokens, shuffled; behind them lies what nothing may use."""
+    rng, size, lengths = generator(), case.kv.shape[3], case.lengths.tolist()
+    places = torch.full((len(lengths), max(lengths) + 3), 2**30, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        tokens = torch.randperm(length, generator=rng)
+        places[row, :length] = case.tables[row].cpu()[tokens // size] * size + tokens % size
+    out = case.empty()
+    ops.chosen_attention(
+        case.q, case.kv, case.scales, places.to(DEVICE), case.lengths, case.scale, out, deterministic=deterministic
+    )
+    return out
 
 
 @EACH_DTYPE

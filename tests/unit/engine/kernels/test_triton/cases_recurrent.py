@@ -25,7 +25,10 @@ SPECS = {
 }
 SEQUENCES = [(18, 0), (1, 21), (5, 12), (1, 0)]
 """Rows, and tokens before them: prompts over two blocks, single rows, some at the first token."""
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+TOLERANCE = 2e-5
+"""Of float32. In other types roundings flip, and small vectors that are normed grow."""
+TIMES_TORCH = 4
+"""Errors beside those of torch in the same type: the interpreter cuts bfloat16 off, which doubles them."""
 
 
 def batch_of(sequences: Sequence[tuple[int, int]]) -> PackedBatch:
@@ -70,16 +73,20 @@ def states(spec: RecurrentSpec, batch: PackedBatch, rng: torch.Generator) -> Ten
 def test_a_step_gives_what_torch_gives(
     monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, *, deterministic: bool
 ) -> None:
-    rng, spec = generator(), SPECS[kind]
-    weights, batch = random_layer(spec, HIDDEN, dtype, DEVICE, rng), batch_of(SEQUENCES)
+    rng, spec, batch = generator(), SPECS[kind], batch_of(SEQUENCES)
+    drawn = rng.get_state()
+    weights = random_layer(spec, HIDDEN, dtype, DEVICE, rng)
     rows = torch.randn((batch.num_tokens, HIDDEN), generator=rng).to(DEVICE, dtype)
     pool = states(spec, batch, rng)
     pool[:, : spec.channels * (spec.conv - 1)] = pool[:, : spec.channels * (spec.conv - 1)].to(dtype).float()
-    expected, behind, _ = computed(monkeypatch, "reference", weights, batch, rows, pool)
+    by_torch = computed(monkeypatch, "reference", weights, batch, rows, pool)[:2]
     found, own, undo = computed(monkeypatch, "triton", weights, batch, rows, pool, deterministic=deterministic)
-    limit = TOLERANCE[dtype]
-    torch.testing.assert_close(found, expected, rtol=limit, atol=limit * float(expected.abs().max()))
-    torch.testing.assert_close(own, behind, rtol=limit, atol=limit * float(behind.abs().max()))
+    exactly = random_layer(spec, HIDDEN, torch.float32, DEVICE, rng.set_state(drawn), rounded=dtype)
+    exact = computed(monkeypatch, "reference", exactly, batch, rows.float(), pool)[:2]
+    for ours, theirs, right in zip((found, own), by_torch, exact, strict=True):
+        error, others = (float((each.float() - right).square().mean().sqrt()) for each in (ours, theirs))
+        print(f"error {error:.2e}, torch's {others:.2e}")
+        assert error <= TIMES_TORCH * others + TOLERANCE * float(right.abs().max())
     undo.restore([1, 2])
     for sequence in (1, 2):
         slot = int(batch.slot_tables[sequence, (SEQUENCES[sequence][1] - 1) // BLOCK])

@@ -62,6 +62,15 @@ def attend_to_latent(
     )
 
 
+def attend_to_chosen(ops: Any, *, heads: int = 128, stored: torch.dtype | None = None, **how: Any) -> None:
+    """Launch attention of two rows to chosen latent vectors of DeepSeek's sizes."""
+    kv = torch.empty((4, 1, 1, 64, 576), dtype=stored or torch.bfloat16)
+    scales = None if stored is None else torch.empty((4, 1, 1, 64))
+    places, numbers = torch.zeros((2, 2048), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    q, out = (torch.empty((2, heads, width), dtype=torch.bfloat16) for width in (576, 512))
+    ops.chosen_attention(q, kv, scales, places, numbers, 0.1, out, **how)
+
+
 def _write(ops: Any, stored: torch.dtype | None = None) -> None:
     k = torch.empty((5, 8, 80), dtype=torch.bfloat16)
     kv = torch.empty((4, 8, 2, 64, 80), dtype=stored or torch.bfloat16)
@@ -177,6 +186,10 @@ OTHERS: list[Callable[[Any], None]] = [
     _sampling,
     *(partial(experts, rows=rows, dtype=dtype) for rows in (1, 200) for dtype in (torch.bfloat16, torch.float32)),
     partial(experts, biased=True),
+    attend_to_chosen,
+    partial(attend_to_chosen, stored=torch.int8),
+    partial(attend_to_chosen, stored=torch.float8_e4m3fn, heads=16),
+    partial(attend_to_chosen, deterministic=True),
     partial(recurrent, rows=1),
     partial(recurrent, rows=1, fine=True),
     partial(recurrent, rows=200, value_dim=80, delta=False),
