@@ -122,10 +122,11 @@ class HttpConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        if self._in_head and not self._more_than_head:
+        if self._in_message and not self._more_than_head:
             self._unparsed_bytes += len(data)  # the parser keeps a value until the value's end
             if self._unparsed_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("The head of the request is too large.")
+                part = "head" if self._in_head else "trailer"
+                self.send_400_response(f"The {part} of the request is too large.")
         if not self._between_requests():
             self._waits_since = None
         elif self._waits_since is None:
@@ -141,11 +142,16 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests at once")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a field of the head; those of a trailer, behind the body, are left out."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             raise ValueError("a request has one Host")
-        self._in_head = False
+        self._in_head, self._unparsed_bytes = False, 0
         super().on_headers_complete()
         self.cycle.keep_alive &= not self._is_last
         self._asked_to_close = not self.cycle.keep_alive
@@ -154,7 +160,7 @@ class HttpConnection(HttpToolsProtocol):
         self.scope["moonpool.unread"] = lambda: self._in_message and self.cycle is cycle()  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
-        self._more_than_head = True
+        self._more_than_head, self._unparsed_bytes = True, 0
         self._body_pieces += 1
         if self._body_pieces > MAX_BODY_PIECES:
             raise ValueError("too many chunks")

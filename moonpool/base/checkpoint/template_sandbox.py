@@ -276,12 +276,12 @@ def _traced_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def filtered(*args: Any, **kwargs: Any) -> Any:
         given = (*args[before:], *kwargs.values())
-        if not has_traced(given):
-            made = plain(*args, **kwargs)
-            return str.__str__(made) if isinstance(made, str) else made  # no text that escapes what is added
         value = args[before]
         if name == "format" and type(value) is str:
             return _formatted(value, lambda each: plain(value, *each[0], **each[1]), (args[1:], kwargs))
+        if not has_traced(given):
+            made = plain(*args, **kwargs)
+            return str.__str__(made) if isinstance(made, str) else made  # no text that escapes what is added
         if type(value) is str:
             args = (*args[:before], lifted(value, given), *args[before + 1 :])
         made = plain(*args, **kwargs)

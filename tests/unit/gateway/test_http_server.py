@@ -93,6 +93,19 @@ async def test_requests_and_hostile_bytes() -> None:
         assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
 
 
+async def test_trailers_are_bounded_and_left_out() -> None:
+    """Fields behind a body: many, or one without end, take no memory; a few change nothing."""
+    chunked = CLOSING[: -len(BODY)].replace(b"content-length: %d" % len(BODY), b"transfer-encoding: chunked")
+    ended = chunked + b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n"
+    many = b"".join(b"x%d: %s\r\n" % (number, b"y" * 500) for number in range(48))
+    async with serving() as (_, port):
+        assert (await ask(port, ended + b"host: y\r\nx: y\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+        for trailer in (many, b"x: " + b"y" * 24_000):
+            answered = await ask(port, ended + trailer)
+            assert answered.startswith(b"HTTP/1.1 400 ")
+            assert b"trailer" in answered
+
+
 async def test_nonsense_after_an_answer(caplog: pytest.LogCaptureFixture) -> None:
     """The rest of a body that nobody wanted is no HTTP: the connection is closed, and nothing fails."""
     async with serving() as (_, port):

@@ -60,4 +60,6 @@ def _is_scored(request: DecodeRequest) -> bool:
 
 
 def _has_many(running: list[DecodeRequest]) -> bool:
-    return sum(len(request.sequences) for request in running if _is_scored(request)) > SCORED_ROWS
+    """Return whether one tenant has more scored sequences than a step has beside other tenants."""
+    tenants = by_tenant(filter(_is_scored, running)).values()
+    return any(sum(len(request.sequences) for request in requests) > SCORED_ROWS for requests in tenants)

@@ -67,6 +67,7 @@ def test_origins_follow(source: str, origins: str) -> None:
         "{{ c | urlize }}{{ c | striptags }}{{ c | forceescape }}{{ c | safe }}{{ [c] }}{{ {c: 1} }}{{ (c, 1) }}",
         "{{ c.encode().decode() }}{{ c.ljust(9) }}{{ c.zfill(9) }}{{ c.expandtabs() }}{{ c.translate({1488: 1489}) }}",
         "{{ '%.3s' % c }}{{ '%9s' % c }}{{ '{0[1]}'.format(c) }}{{ '{:>9}'.format(c) }}{{ '%c' % c[0] }}",
+        "{% for part in c.encode('utf-16-be') | batch(2) %}{{ '%c' | format(256 * part[0] + part[1]) }}{% endfor %}",
         "{{ messages }}{{ messages[0].items() }}{{ messages[0].values() | list }}{{ messages | string }}",
         "{{ c.replace('', '<') }}{{ (c ~ '<') * 2 }}{{ 2 * (c ~ '<') }}{{ [c] * 2 }}{{ strftime_now(c) }}",
         "{{ '%s' % [c] }}{{ '%s' % messages }}{{ '{}'.format(messages) }}{{ '{x}'.format_map({'x': c}) }}",

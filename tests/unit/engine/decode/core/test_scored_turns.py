@@ -113,6 +113,18 @@ def test_turns_begin_when_another_tenants_request_is_promised_and_end_with_its_l
     world.assert_reruns()
 
 
+def test_a_run_goes_on_beside_tenants_with_few_rows_each() -> None:
+    """Only a tenant with more rows than have turns ends a run, not several with as many together."""
+    world = World(config(400, max_num_seqs=32, run_steps=8, ahead_steps=8))
+    for number, tenant in enumerate("ab"):
+        world.go(prompt(5, number), (60,) * SCORED_ROWS, **SCORED | {"tenant": tenant})
+    while world.run is not None and (world.run.steps == 1 or len(world.run.batch) < 2 * SCORED_ROWS):
+        world.step()
+    assert world.left > 1
+    world.reserve(prompt(5, 2), 2, tenant="calm")
+    assert world.left > 1
+
+
 @pytest.mark.parametrize("options", [{"logprob_bytes": 0}, {"search": SearchRules(1.0, "never")}, {"tenant": "calm"}])
 def test_no_turns(options: dict[str, Any]) -> None:
     """Of sequences without log probabilities, of searches, and where all requests are of one tenant."""
