@@ -155,7 +155,11 @@ class TenantPlaces:
         if places is None:
             places = self._tenants[tenant] = _OwnPlaces(*self._bounds)
         places.set_beside(self._others_than(tenant))
-        await places.turns.begin(tenant, rank)
+        try:
+            await places.turns.begin(tenant, rank)
+        except asyncio.CancelledError:
+            self._forget_unused(tenant, places)  # the place may have come at the same moment
+            raise
         began = world.monotonic()
 
         def give_back(seconds: float | None) -> None:
@@ -163,10 +167,13 @@ class TenantPlaces:
             if seconds is not None:
                 places.measured(seconds)
             places.turns.end(tenant, 0.0)
-            if not places.turns.taken and self._tenants.get(tenant) is places:
-                del self._tenants[tenant]
+            self._forget_unused(tenant, places)
 
         return TakenPlace(began, give_back)
+
+    def _forget_unused(self, tenant: str, places: _OwnPlaces) -> None:
+        if not places.turns.taken and self._tenants.get(tenant) is places:
+            del self._tenants[tenant]
 
 
 class TakenPlace:

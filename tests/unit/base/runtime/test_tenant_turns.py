@@ -295,6 +295,18 @@ async def test_places_are_fewer_while_another_tenant_has_requests_and_a_moment_l
     assert not places
 
 
+async def test_places_are_forgotten_when_the_last_one_comes_to_a_caller_that_is_cancelled() -> None:
+    places = TenantPlaces(1, 4)
+    held = await places.take("ann", 0)
+    waiting = task(places.take("ann", 1))
+    await settled()
+    held.give_back(done=False)
+    waiting.cancel()
+    await settled()
+    assert waiting.cancelled()
+    assert not places
+
+
 async def test_works_that_were_not_done_say_nothing_of_how_long_works_take() -> None:
     now, places = 0.0, TenantPlaces(2, 8)
     clock = dataclasses.replace(world.Clock(), monotonic=lambda: now)
