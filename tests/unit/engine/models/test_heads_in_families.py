@@ -14,7 +14,7 @@ from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.test_families import CASES, reference
 
 ONE = "norm_rope_write"
-QUICK = ("qwen3", "gemma3", "hunyuan", "cohere, norms", "phi", "olmo2", "gemma4, embeddings for each layer")
+QUICK = ("qwen3", "gemma3", "hunyuan", "cohere, norms", "phi", "olmo2", "gemma4, shared KV")
 """Norms before and behind rotation, with one weight and one a head, over all heads; some elements turn; KV of another
 layer. The others are slow."""
 
