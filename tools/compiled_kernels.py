@@ -106,7 +106,7 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
     kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
     kernels += [(heads, "_norm_rope_write")]
     kernels += [(pointwise, name) for name in ("_norm", "_rope", "_silu_mul")]
-    kernels += [(products, name) for name in ("_bytes_of_rows", "_packed_product")]
+    kernels += [(products, name) for name in ("_bytes_of_rows", "_packed_product", "_packed_floats")]
     kernels += [(experts, name) for name in ("_expert_product", "_add_weighted")]
     kernels += [(recurrent, name) for name in ("_convolve", "_scan")]
     kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]
