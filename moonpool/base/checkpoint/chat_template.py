@@ -26,6 +26,8 @@ from moonpool.base.errors import CheckpointError, InvalidRequest
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that `template_kwargs` cannot set."""
 _PRIVATE = re.compile("[\\ue000-\\uf8ff]")
+_PIECE_CHARS = 1 << 14
+"""Characters that are looked through at once: meanwhile the interpreter lock is held."""
 _WORD = re.compile(r"[\w-]+")
 _ROLES = ("assistant", "developer", "function", "ipython", "model", "system", "tool", "user")
 
@@ -93,7 +95,7 @@ class ControlTokens:
                 yield begin, begin
             if (origin := run[0][0]) != WRITTEN:
                 tokens = self._special if origin == ANSWERED else self._all
-                yield from (match.span() for match in tokens.pattern.finditer(text, begin, end))
+                yield from tokens.within(text, begin, end)
 
 
 class _Tokens:
@@ -103,6 +105,17 @@ class _Tokens:
         longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
         self._longest = len(longest_first[0]) if longest_first else 0
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def within(self, text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield where tokens lie in `text[begin:end]`."""
+        while begin < end:
+            reach = begin + _PIECE_CHARS
+            match = self.pattern.search(text, begin, min(end, reach + self._longest))
+            if match is None or match.start() >= reach:
+                begin = reach
+            else:
+                yield match.span()
+                begin = match.end()
 
     def across(self, text: str, place: int) -> bool:
         """Tell whether a token in `text` begins before `place` and ends behind."""

@@ -10,7 +10,7 @@ import tokenizers
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
-from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplate
+from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplate, ControlTokens
 from moonpool.base.checkpoint.traced_text import ANSWERED, SAID, WRITTEN, TracedText, origins_of, traced
 from moonpool.base.errors import CheckpointError, InvalidRequest
 from tests.unit.gateway.spoken import SPOKEN
@@ -245,3 +245,19 @@ def test_no_template_of_the_table_makes_a_control_token_of_what_is_said(name: st
     for _ in range(12):
         said = ["x" + "".join(draws.choices(words, k=draws.randrange(1, 7))) + "x" for _ in range(5)]
         assert conversation(said) == right, said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_a_long_text_are_found_wherever_they_lie(seed: int) -> None:
+    """The longest one at each place, as in a short text; long texts are looked through piece by piece."""
+    print(f"seed {seed}")
+    draws, tokens = random.Random(seed), ("<|", "<|end|>", "<|ending|>", "|e")
+    parts = ("<", "|", *tokens, *(token[:-1] for token in tokens), "x" * 1000)
+    text = traced("".join(draws.choices(parts, k=2000)), SAID)
+    longest_first = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    expected = [match.span() for match in re.finditer(longest_first, text)]
+    assert expected[-1][0] > 100_000
+    assert list(ControlTokens(tokens).literals(text)) == expected
+    for before in range(16_360, 16_390):
+        cut = traced("x" * before + "<|ending|>", SAID)
+        assert list(ControlTokens(tokens).literals(cut)) == [(before, before + 10)]
