@@ -28,6 +28,8 @@ MAX_PROMPT_GRAPH_BYTES = 512 << 20
 """Device memory for all graphs of prompts' layers, which share their work space."""
 EXACT_GRAPH_TOKENS = 1024
 """Tokens of a prompt step in deterministic mode that has graphs: these have a launch for each product of 32 rows."""
+EXACT_GRAPH_ROWS = 8
+"""Sequences of a decode step in deterministic mode with graphs, for recurrent layers, which compute each by itself."""
 LOGIT_ROWS = 64
 """Logits rows held at once: a row with 152k tokens has 0.6 MB."""
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
@@ -97,9 +99,17 @@ def device_footprint(
     return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, loras)
 
 
+def decode_graph_rows(model: ModelConfig, engine: EngineSpec) -> int:
+    """Return the most sequences of a decode step that may be a graph; 0 where none is."""
+    if model.decoder.not_captured:
+        return 0
+    alone = engine.deterministic and model.decoder.recurrent
+    return min(engine.graph_rows, EXACT_GRAPH_ROWS) if alone else engine.graph_rows
+
+
 def prompt_graph_tokens(model: ModelConfig, engine: EngineSpec) -> int:
     """Return the most tokens of a prompt step whose layers may be graphs; 0 where none are."""
-    if not engine.graph_prompts:
+    if not engine.graph_prompts or model.decoder.not_captured:
         return 0
     element, most = 4 if engine.dtype == "float32" else 2, max_rows(engine)
     if engine.deterministic:

@@ -100,7 +100,7 @@ class StageLoader:
             MoonpoolError: as `moonpool.engine.start_engine.start_engine` documents.
         """
         from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-        from moonpool.engine.footprint import max_rows, max_sequence_tokens, prompt_graph_tokens
+        from moonpool.engine.footprint import decode_graph_rows, max_rows, max_sequence_tokens, prompt_graph_tokens
         from moonpool.engine.model_runner import StageRunner
         from moonpool.engine.prompt_graphs import PromptGraphs
         from moonpool.engine.warm_up import warm_up
@@ -116,11 +116,12 @@ class StageLoader:
         if self.native is not None:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
-        if self.device is not None and self.engine.graph_rows and not self.config.decoder.not_captured:
-            cache = GraphCache(longest, most_rows=self.engine.graph_rows)
+        rows = decode_graph_rows(self.config, self.engine)
+        if self.device is not None and rows:
+            cache = GraphCache(longest, most_rows=rows)
             runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
         most = prompt_graph_tokens(self.config, self.engine)
-        if self.device is not None and most and not self.config.decoder.not_captured:
+        if self.device is not None and most:
             runner.prompt_graphs = PromptGraphs(self.device, self.model, platform.memory, longest, most)
         if self.device is not None:
             warm_up(runner, max_rows(self.engine), longest, lambda what: self.channel.send(StageStarting(what)))

@@ -63,8 +63,7 @@ class CudaStream:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage before, and none within: a graph or event that is destroyed meanwhile would end a capture."""
-    gc.collect()
+    """Collect no garbage within: a graph or event that is destroyed meanwhile would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

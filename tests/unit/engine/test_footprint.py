@@ -15,7 +15,9 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import ScoredTokens, SequenceStep, Step
 from moonpool.engine.footprint import (
+    EXACT_GRAPH_ROWS,
     GRAMMAR_BYTES,
+    decode_graph_rows,
     device_footprint,
     device_work_bytes,
     grammar_bytes,
@@ -194,9 +196,12 @@ def test_a_process_is_near_its_bound_before_it_has_reached_it() -> None:
 
 
 @pytest.mark.parametrize(("shape", "exact"), [("tiny-llama", True), ("tiny-qwen3-next", False)])
-def test_sequences_computed_by_themselves_have_no_graphs_of_prompts(shape: str, exact: bool, tmp_path: Path) -> None:
-    """So are those of recurrent layers in deterministic mode."""
+def test_sequences_computed_by_themselves_have_few_graphs(shape: str, exact: bool, tmp_path: Path) -> None:
+    """So are those of recurrent layers in deterministic mode: none of prompts, and of few decode rows."""
     create(shape, tmp_path / "model", seed=1, dtype="float32")
     engine, config = spec(tmp_path / "model"), load_config(tmp_path / "model")
     assert prompt_graph_tokens(config, engine) > 0
     assert bool(prompt_graph_tokens(config, replace(engine, deterministic=True))) == exact
+    assert decode_graph_rows(config, engine) == engine.graph_rows
+    rows = decode_graph_rows(config, replace(engine, deterministic=True))
+    assert rows == (engine.graph_rows if exact else EXACT_GRAPH_ROWS)

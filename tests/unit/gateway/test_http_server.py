@@ -178,46 +178,46 @@ async def test_bodies_that_never_end_lock_nobody_out() -> None:
             writer.close()
 
 
-async def test_answer_that_is_not_read_is_given_up() -> None:
-    """The client reads nothing: its connection ends after `write_timeout_s`, and its request with it."""
+@asynccontextmanager
+async def unread(write_timeout_s: float) -> AsyncIterator[tuple[HttpServer, socket.socket, Holding]]:
+    """A server, a client that has asked for an endless answer and reads nothing, and the conductor's side."""
     placed, *_ = answer()
     pieces = (pb.TokenDelta(position=number, token_ids=[7], text="x" * 100_000) for number in itertools.count())
     holding = Holding(itertools.chain([placed], (pb.GenerateResponse(delta=piece) for piece in pieces)))
     loop = asyncio.get_running_loop()
-    async with serving(AsyncClient(transport=holding), write_timeout_s=0.05) as (_, port):
+    async with serving(AsyncClient(transport=holding), write_timeout_s=write_timeout_s) as (server, port):
         with socket.socket() as client:
             client.setblocking(False)
             await loop.sock_connect(client, ("127.0.0.1", port))
             await loop.sock_sendall(client, STREAM)
-            await holding.call.ended.wait()
+            yield server, client, holding
+
+
+async def test_answer_that_is_not_read_is_given_up() -> None:
+    """The client reads nothing: its connection ends after `write_timeout_s`, and its request with it."""
+    async with unread(0.05) as (_, _, holding):
+        await holding.call.ended.wait()
 
 
 async def test_a_closed_connection_whose_client_reads_nothing_ends() -> None:
-    placed, *_ = answer()
-    pieces = (pb.TokenDelta(position=number, token_ids=[7], text="x" * 100_000) for number in itertools.count())
-    holding = Holding(itertools.chain([placed], (pb.GenerateResponse(delta=piece) for piece in pieces)))
     loop = asyncio.get_running_loop()
-    async with serving(AsyncClient(transport=holding), write_timeout_s=1000.0) as (server, port):
-        with socket.socket() as client:
-            client.setblocking(False)
-            await loop.sock_connect(client, ("127.0.0.1", port))
-            await loop.sock_sendall(client, STREAM)
-            assert (await loop.sock_recv(client, 15)) == b"HTTP/1.1 200 OK"
-            (connection,) = server.server_state.connections
-            assert isinstance(connection, HttpConnection)
-            while not connection.flow.write_paused:  # noqa: ASYNC110  # turns of the event loop
-                await asyncio.sleep(0)
-            connection.sweep(loop.time() + 500.0, 1000.0, 1000.0)
+    async with unread(1000.0) as (server, client, holding):
+        assert (await loop.sock_recv(client, 15)) == b"HTTP/1.1 200 OK"
+        (connection,) = server.server_state.connections
+        assert isinstance(connection, HttpConnection)
+        while not connection.flow.write_paused:  # noqa: ASYNC110  # turns of the event loop
             await asyncio.sleep(0)
-            assert server.open_connections == 1, "the client has 1000 s to read"
-            connection.transport.close()
-            now = loop.time()
-            for later_s in (0.0, 900.0):
-                connection.sweep(now + later_s, 1000.0, 1000.0)
-                await asyncio.sleep(0)
-                assert server.open_connections == 1
-            connection.sweep(now + 1001.0, 1000.0, 1000.0)
-            await holding.call.ended.wait()
+        connection.sweep(loop.time() + 500.0, 1000.0, 1000.0)
+        await asyncio.sleep(0)
+        assert server.open_connections == 1, "the client has 1000 s to read"
+        connection.transport.close()
+        now = loop.time()
+        for later_s in (0.0, 900.0):
+            connection.sweep(now + later_s, 1000.0, 1000.0)
+            await asyncio.sleep(0)
+            assert server.open_connections == 1
+        connection.sweep(now + 1001.0, 1000.0, 1000.0)
+        await holding.call.ended.wait()
         assert server.open_connections == 0
 
 
