@@ -1,8 +1,8 @@
 """Attention to chosen keys (DeepSeek V3.2): an indexer scores all keys of a sequence, and a row sees the best ones.
 
-Plain torch scores and chooses on every device; on GPUs Triton attends to the chosen keys. A sequence with no more
-tokens than are chosen sees all of them (`moonpool.engine.kernels.attention`). In torch and in deterministic mode, what
-a sequence gets depends on the sequence and its chunks alone.
+On GPUs Triton scores, chooses and attends, and nothing is looked at on the host. Elsewhere torch does, and a sequence
+with no more tokens than are chosen sees all of them (`moonpool.engine.kernels.attention`). In torch and in
+deterministic mode, what a sequence gets depends on the sequence and its chunks alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moonpool.engine.kernels.attention import paged_attention, triton_head
 from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.plan import AttentionPlan, make_plan
 from moonpool.engine.kernels.reference import dequantize
 from moonpool.engine.kernels.to_device import send_to_device
 
@@ -37,7 +38,7 @@ class WholeSequences:
 class ChosenKeys:
     """Where in the pool the keys lie that rows see, in rising order; R rows that see `topk` keys at most."""
 
-    rows: Tensor  # [R] int64
+    rows: Tensor | None  # [R] int64; None: all rows of the batch, in order
     places: Tensor  # [R, topk] int32: block * block_size + slot
     numbers: Tensor  # [R] int32: how many keys a row sees, the first of its places
     whole: WholeSequences | None  # sequences that are not longer; None: there are none
@@ -49,28 +50,54 @@ def choose_keys(
     kv: Tensor,  # [blocks, 1, 1, block_size, D], the indexer's keys, those of the rows among them
     scales: Tensor | None,  # [blocks, 1, 1, block_size] float32, of quantised KV
     block_tables: Tensor,  # [S, max_blocks] int32
-    query_start: Sequence[int],
-    context_lens: Sequence[int],
+    query_start: Tensor,  # [S + 1] int32
+    context_lens: Tensor,  # [S] int32
     scale: float,
     topk: int,
     *,
+    plan: AttentionPlan | None = None,
     deterministic: bool = False,
 ) -> ChosenKeys | None:
     """Return the `topk` keys of each row with the highest sum of weights[h] * relu(q[h] k * scale) over the heads h.
 
-    Tables and lengths are those of `moonpool.engine.kernels.attention.paged_attention`. Of keys with the same sum the
-    earlier ones are taken. Sums are computed in float32: of sequences with one row together, padded to the longest;
-    with `deterministic` each alone.
+    Tables, lengths and `plan` are those of `moonpool.engine.kernels.attention.paged_attention`. Of keys with the same
+    sum the earlier ones are taken. Sums are computed in float32: in torch of sequences with one row together, padded to
+    the longest; with `deterministic` each alone.
 
     Returns:
         None if no sequence has more than `topk` tokens.
     """
-    spans = list(pairwise(query_start))
+    if plan is None:
+        plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic)
+    if plan.max_context <= topk:
+        return None
+    if choose("attention", q.device, q.dtype) != "triton":
+        return _by_torch(q, weights, kv, scales, block_tables, plan, scale, topk)
+    from moonpool.engine.kernels.triton import ops
+
+    places = torch.empty((len(q), topk), dtype=torch.int32, device=q.device)
+    numbers = torch.empty(len(q), dtype=torch.int32, device=q.device)
+    lists = block_tables, query_start, context_lens
+    ops.choose_keys(q, weights.contiguous(), kv, scales, *lists, scale, plan.max_context, places, numbers)
+    return ChosenKeys(None, places, numbers, None)
+
+
+def _by_torch(
+    q: Tensor,
+    weights: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    topk: int,
+) -> ChosenKeys | None:
+    spans, context_lens = list(pairwise(plan.query_start)), plan.context_lens
     longer = [s for s, (begin, end) in enumerate(spans) if end > begin and context_lens[s] > topk]
     if not longer:
         return None
     size, rows, places, numbers = kv.shape[3], list[Tensor](), list[Tensor](), list[Tensor]()
-    for group in _groups(longer, spans, context_lens, q.shape[1:], alone=deterministic):
+    for group in _groups(longer, spans, context_lens, q.shape[1:], alone=plan.deterministic):
         begins, count = [spans[s][0] for s in group], spans[group[0]][1] - spans[group[0]][0]
         lengths = [context_lens[s] for s in group]
         # One copy tells where the rows are, whose they are, and how long these are.
@@ -110,35 +137,24 @@ def chosen_attention(
             q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic, value_dim=value_dim
         )
     if choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0:
-        _by_triton(q, kv, scales, chosen, scale, out, deterministic=deterministic)
+        from moonpool.engine.kernels.triton import ops
+
+        assert chosen.rows is None, "where Triton attends it has chosen, too"
+        places, numbers = chosen.places, chosen.numbers
+        ops.chosen_attention(q, kv, scales, places, numbers, scale, out, deterministic=deterministic)
     else:
-        _by_torch(q, kv, scales, chosen, scale, out, deterministic=deterministic)
+        _attend_in_torch(q, kv, scales, chosen, scale, out, alone=deterministic)
     return out
 
 
-def _by_triton(
-    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, deterministic: bool
+def _attend_in_torch(
+    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, alone: bool
 ) -> None:
-    from moonpool.engine.kernels.triton import ops
-
-    each = max(1, _TILE_BYTES // (q.shape[1] * q.shape[2] * q.element_size()))
-    for first in range(0, len(chosen.rows), each):
+    size, (count, most) = kv.shape[3], chosen.places.shape
+    each = 1 if alone else max(1, _TILE_BYTES // (most * kv.shape[4] * 4))
+    for first in range(0, count, each):
         part = slice(first, first + each)
-        rows, numbers = chosen.rows[part], chosen.numbers[part]
-        found = torch.empty((len(rows), *out.shape[1:]), dtype=out.dtype, device=out.device)
-        places = chosen.places[part]
-        ops.chosen_attention(q[rows], kv, scales, places, numbers, scale, found, deterministic=deterministic)
-        out[rows] = found
-
-
-def _by_torch(
-    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, deterministic: bool
-) -> None:
-    size, most = kv.shape[3], chosen.places.shape[1]
-    each = 1 if deterministic else max(1, _TILE_BYTES // (most * kv.shape[4] * 4))
-    for first in range(0, len(chosen.rows), each):
-        part = slice(first, first + each)
-        rows, places = chosen.rows[part], chosen.places[part].long()
+        rows, places = part if chosen.rows is None else chosen.rows[part], chosen.places[part].long()
         at = (places // size, 0, 0, places % size)
         keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)  # [rows, topk, D]
         scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)

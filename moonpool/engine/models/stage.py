@@ -628,10 +628,9 @@ class StageModel:
         q, key = turned[:, :-1], turned[:, -1:]
         write_kv(key, None, kv, batch.block_ids, batch.offsets, scales=scales)
         by_head = weights.weights(normed.float(), deterministic=exact) * spec.num_heads**-0.5
-        host = batch.host
-        lengths = (host.query_start.tolist(), host.context_lens.tolist())
-        wanted = (spec.scale, indexer.topk)
-        batch.chosen = choose_keys(q, by_head, kv, scales, batch.block_tables, *lengths, *wanted, deterministic=exact)
+        lists = batch.block_tables, batch.query_start, batch.context_lens
+        plan = self._plan(batch, kv, spec)
+        batch.chosen = choose_keys(q, by_head, kv, scales, *lists, spec.scale, indexer.topk, plan=plan)
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""
