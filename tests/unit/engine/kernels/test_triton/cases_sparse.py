@@ -90,7 +90,7 @@ def test_the_highest_sums_are_chosen(
 
 def test_sums_of_a_long_context() -> None:
     """More than a program looks at together, in a launch for longer contexts still."""
-    choice = Choice(((1, 4500), (2, 9)), 300, torch.float32, None)
+    choice = Choice(((1, 4500), (2, 9)), 300, torch.bfloat16, None)
     choice.choose(1 << 20)
     choice.check()
 

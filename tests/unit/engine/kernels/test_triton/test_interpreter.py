@@ -65,4 +65,6 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_everything_in_the_interpreter() -> None:
-    run_cases(["cases_attention.py", "cases_products.py", "cases_recurrent.py", "cases_sparse.py"], "slow", **INTERPRETER)
+    run_cases(
+        ["cases_attention.py", "cases_products.py", "cases_recurrent.py", "cases_sparse.py"], "slow", **INTERPRETER
+    )
