@@ -24,7 +24,7 @@ _TILE, _FLOAT32_TILE = (64, 4), (16, 8)
 """Keys of a step, and a program's warps."""
 _LANES = 4096  # sums that a program looks at together
 
-_INT8, _FLOAT8 = tl.constexpr(code.INT8), tl.constexpr(code.FLOAT8)
+_PLAIN, _FLOAT8 = tl.constexpr(code.PLAIN), tl.constexpr(code.FLOAT8)
 
 
 def choose_keys(
@@ -44,7 +44,7 @@ def choose_keys(
 
     `longest`: the most tokens that any sequence has (also in replays).
     """
-    (tokens, heads, head_dim), (blocks, _, _, block_size, _) = q.shape, kv.shape
+    (tokens, heads, head_dim), block_size = q.shape, kv.shape[3]
     if not tokens:
         return
     limits, unit = limits_of(q.device), math.gcd(kv.stride(0), 16)
@@ -117,7 +117,7 @@ def _sum_by_key(
         found = code._load(kv + block * block_units * UNIT + inside * HEAD_DIM, loaded, HEAD_DIM, PADDED_DIM, True)
         found = tl.trans(code._widen(found, query.dtype, KV, NATIVE))
         scores = tl.dot(query, found, input_precision=PRECISION) * scale
-        if KV == _INT8 or KV == _FLOAT8:
+        if KV != _PLAIN:
             factor = tl.load(scales + block * scale_stride + inside, mask=loaded, other=0.0)
             if KV == _FLOAT8 and not NATIVE:
                 factor *= 256.0
