@@ -18,7 +18,7 @@ from torch import Tensor
 from moonpool.engine.kernels.triton import device as code
 from moonpool.engine.kernels.triton.tiles import limits_of, padded, part_keys
 
-_SUM_BYTES = 32 << 20
+SUM_BYTES = 32 << 20
 """Sums of some rows that are held at a time."""
 _TILE, _FLOAT32_TILE = (64, 4), (16, 8)
 """Keys of a step, and a program's warps."""
@@ -51,7 +51,7 @@ def choose_keys(
     stored = code.PLAIN if scales is None else code.INT8 if kv.dtype == torch.int8 else code.FLOAT8
     longest = min(longest, block_tables.shape[1] * block_size)
     keys, warps = _FLOAT32_TILE if q.dtype == torch.float32 else _TILE
-    each = min(tokens, max(1, _SUM_BYTES // (4 * longest)))
+    each = min(tokens, max(1, SUM_BYTES // (4 * longest)))
     sums = torch.empty((each, longest), dtype=torch.float32, device=q.device)
     lists = block_tables, query_start, context_lens
     for first in range(0, tokens, each):

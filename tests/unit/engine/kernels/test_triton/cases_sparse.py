@@ -82,7 +82,7 @@ def test_the_highest_sums_are_chosen(
     dtype: torch.dtype, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all rows of a batch, some at a time; also of rows that see fewer keys."""
-    monkeypatch.setattr(sparse, "_SUM_BYTES", 4 * 90 * 9)
+    monkeypatch.setattr(sparse, "SUM_BYTES", 4 * 90 * 9)
     choice = Choice(SEQUENCES, 20, dtype, stored)
     choice.choose(90)
     choice.check()
