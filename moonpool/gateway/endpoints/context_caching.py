@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.client import Context, GenerateResult
-from moonpool.gateway.serving.body import Body, FailFastList, SmallObject
+from moonpool.gateway.serving.body import Body, FailFastList, Integer, SmallObject
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import json_response
@@ -45,8 +45,8 @@ class CacheUpdateBody(Body):
     unknown_ignored = True
 
     metadata: SmallObject[str] | None = None
-    ttl: int | None = None
-    expired_at: int | None = None
+    ttl: Integer | None = None
+    expired_at: Integer | None = None
 
     def check(self) -> None:
         if self.ttl and self.expired_at:

@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
+    Field,
     GetCoreSchemaHandler,
     Tag,
     ValidationError,
@@ -187,8 +188,8 @@ def _whole_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole_number)]
-"""An integer, which JSON may also write as 2.0."""
+Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), BeforeValidator(_whole_number)]
+"""An integer of 64 bits, which JSON may also write as 2.0."""
 _TEXT, _OBJECT = "str", "[object]"
 TextOr = Annotated[
     Annotated[str, Tag(_TEXT)] | Annotated[T, Tag(_OBJECT)],

@@ -77,13 +77,14 @@ T = TypeVar("T")
 _KNOWN, _PASSED_OVER = "[known]", "[passed over]"
 
 
-def _type_of(value: Any) -> Any:
-    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+def _type_of(value: Any) -> str:
+    """What a value says of itself; "" if that is no text."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else ""
 
 
 def _tool_tag(value: Any) -> str:
-    kind = _type_of(value)
-    return _PASSED_OVER if isinstance(kind, str) and _is_server_tool(kind) else _KNOWN
+    return _PASSED_OVER if _is_server_tool(_type_of(value)) else _KNOWN
 
 
 def _part_tag(value: Any) -> str:

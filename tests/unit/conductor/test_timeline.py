@@ -9,6 +9,7 @@ from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import MoonpoolError, NotFound, Overloaded, Slo, Unavailable
 from moonpool.client.explain import request_phases
+from moonpool.conductor import servicer
 from moonpool.conductor.decision_log import DecisionLog
 from moonpool.conductor.recent_requests import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
 from moonpool.v1 import conductor_pb2 as pb
@@ -112,10 +113,13 @@ async def test_a_request_whose_client_leaves_is_told() -> None:
         assert recent.requests == 0
 
 
-async def test_a_request_whose_time_runs_out_is_told() -> None:
+async def test_a_request_whose_time_runs_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the conductor, 2 s after the request and 10 s before the client's own time is over."""
+    monkeypatch.setattr(servicer, "TELL_MARGIN_S", 10.0)
+    monkeypatch.setattr(servicer, "TELL_MARGIN", 1.0)
     async with stack(prefill(before=[asyncio.Event()]), decode()) as s, asyncio.timeout(WAIT_S):
         with pytest.raises(DeadlineExceeded, match="waited for the first token from prefill-0"):
-            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=2.0)
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=12.0)
         await s.rest()
         found = await s.client.explain("r")
         assert "waited for the first token from prefill-0" in found.failed

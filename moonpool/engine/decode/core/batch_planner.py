@@ -4,7 +4,6 @@ Steps respect the promised time between tokens (TBT). One request's sequences ar
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
@@ -22,6 +21,7 @@ from moonpool.engine.decode.core.copy_on_write import (
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
 from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_for_holder, choose_victim
+from moonpool.engine.decode.core.present_tenants import PresentTenants
 from moonpool.engine.decode.core.prompt_starts import PromptStarts
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
@@ -58,7 +58,7 @@ class BatchPlanner:
         state: shared state of the scheduler.
         preempted: the preempted requests.
         lengths: predicts answer lengths.
-        requests: all requests of the instance, by id.
+        tenants: those that are present at the instance.
 
     Attributes:
         batch: the running sequences.
@@ -83,11 +83,11 @@ class BatchPlanner:
         state: DecodeState,
         preempted: PreemptedRequests,
         lengths: OutputLengths,
-        requests: Mapping[int, DecodeRequest],
+        tenants: PresentTenants,
     ) -> None:
         self._state, self._settings, self._budget = state, state.settings, state.budget
         self._preempted = preempted
-        self._lengths, self._requests = lengths, requests
+        self._lengths = lengths
         self.batch = RunningBatch(state.settings.block_size)
         self.tbt = TbtLimiter(state, self.batch)
         self.waiting: list[DecodeRequest] = []
@@ -96,7 +96,7 @@ class BatchPlanner:
         self.copies: list[BlockCopy] = []
         self.overdue = OverdueGrants(state, preempted)
         self._rotation = TenantRotation()
-        self._scored = ScoredTurns()
+        self._scored = ScoredTurns(tenants)
         self._resting: list[RequestSequence] = []  # in the batch, but not in the run
         self._blocks_due = 0  # available blocks that stay free for the holder of the grant
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
@@ -199,7 +199,7 @@ class BatchPlanner:
             return
         self.steps += 1
         self.prompts.idle_since = None
-        self._resting = self._scored.resting(self.batch.requests, self._requests.values())
+        self._resting = self._scored.resting(self.batch.requests, self._state.now)
         ids, context = self._stepping()
         steps = 1 if chunks or self._must_ask_after_step else self._run_steps()
         patient = self.batch.patient and not chunks
@@ -288,7 +288,7 @@ class BatchPlanner:
         queues = self.waiting, self._catching_up, self._preempted.queue
         # A run of this length was planned with prompts in mind.
         prompts = [] if flight.run.steps <= max(1, self._settings.num_continuous_decode_steps) else self.starts.ready
-        turns = not self._resting and self._scored.needed(self.batch.requests, self._requests.values())
+        turns = not self._resting and self._scored.needed(self.batch.requests, self._state.now)
         if leaving or prompts or turns or any(queues):
             self.run_in_flight = flight.stopped(self._state, *queues, prompts)
 

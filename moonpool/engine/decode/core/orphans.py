@@ -118,7 +118,7 @@ class OrphanedRequests:
         self._state.budget.release(request)
         request.set_status(RequestStatus.PARKED)
         request.tbt_slo_s = 0.0  # no slot is kept for the request any more
-        self._table.remove(request)
+        self._table.remove(request, self._state.now)
         self._state.act(RequestParked(request.id))
         self.retained.keep_parked(request)
 

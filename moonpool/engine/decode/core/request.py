@@ -12,6 +12,7 @@ from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.engine.decode.core.beam_search import BeamSearch
 from moonpool.engine.decode.core.events import ReserveBlocks
+from moonpool.engine.decode.core.present_tenants import PresentTenants
 from moonpool.engine.scheduler.block_table import BlockTable
 from moonpool.engine.scheduler.prefix_sources import KVSource, PrefixLoaded, PrefixMiss
 
@@ -392,18 +393,21 @@ class DecodeRequest:
 
 
 class RequestTable:
-    """All requests except parked requests, by their ids and their sequences' ids."""
+    """All requests except parked requests, by their ids and their sequences' ids; their tenants."""
 
     def __init__(self) -> None:
         self.requests: dict[int, DecodeRequest] = {}
+        self.tenants = PresentTenants()
         self._by_sequence: dict[int, DecodeRequest] = {}  # also of sequences that have ended, or not begun
 
     def add(self, request: DecodeRequest) -> None:
         self.requests[request.id] = request
+        self.tenants.add(request.spec.tenant)
         self._by_sequence |= dict.fromkeys(range(request.id, request.id + request.spec.width), request)
 
-    def remove(self, request: DecodeRequest) -> None:
+    def remove(self, request: DecodeRequest, now: float) -> None:
         del self.requests[request.id]
+        self.tenants.remove(request.spec.tenant, now)
         for number in range(request.id, request.id + request.spec.width):
             del self._by_sequence[number]
 
@@ -421,7 +425,8 @@ class RequestTable:
         return request.find(number) if request is not None else None
 
     def check_invariants(self) -> None:
-        """Assert that each sequence leads to the right request."""
+        """Assert that each sequence leads to the right request, and that the tenants are the requests'."""
+        self.tenants.check_invariants([request.spec.tenant for request in self.requests.values()])
         for request in self.requests.values():
             assert all(self._by_sequence[sequence.id] is request for sequence in request.sequences)
         assert len(self._by_sequence) == sum(request.spec.width for request in self.requests.values())

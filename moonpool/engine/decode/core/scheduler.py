@@ -91,7 +91,7 @@ class DecodeScheduler:
         self._lengths = OutputLengths(settings.assumed_answer_tokens)
         self._table = RequestTable()
         self.requests = self._table.requests
-        self.planner = BatchPlanner(state, self.preempted, self._lengths, self.requests)
+        self.planner = BatchPlanner(state, self.preempted, self._lengths, self._table.tenants)
         self._admission = DecodeAdmission(state, self.planner, self._lengths)
         self.orphans = OrphanedRequests(state, self._table, self.planner, self.preempted)
         self._leases: Timers[int] = Timers()
@@ -371,7 +371,7 @@ class DecodeScheduler:
     def _free(self, request: DecodeRequest) -> None:
         self.preempted.drop_swapped(request)
         self.budget.release(request)
-        self._table.remove(request)
+        self._table.remove(request, self._state.now)
         self.orphans.request_ended(request)
 
     # --- the pool --------------------------------------------------------------------------------------------------
@@ -508,5 +508,6 @@ class DecodeScheduler:
             (self._streams, self.orphans),
             [(io, pin.request.id, pin.tables) for io, pin in self._state.ios],
             self.lending,
+            self._table.tenants,
             self._dead,
         )

@@ -1,11 +1,11 @@
 """Turns of sequences with log probabilities: beside other tenants, a step has few of one tenant's."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from operator import attrgetter
 
+from moonpool.engine.decode.core.present_tenants import PresentTenants
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
-from moonpool.engine.decode.core.tenant_shares import by_tenant, several_tenants
+from moonpool.engine.decode.core.tenant_shares import by_tenant
 
 SCORED_ROWS = 8
 """Sequences with log probabilities that one tenant has in a step beside other tenants."""
@@ -17,26 +17,25 @@ class ScoredTurns:
     With 20 likely tokens, a sequence's token costs the step and all that passes the token on several times as much as a
     plain one. Other tenants' tokens would wait for that. Sequences of a search fork together after each step, so they
     have no turns.
+
+    Args:
+        tenants: those that are present at the instance, also with requests whose KV has still to come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: PresentTenants) -> None:
+        self._tenants = tenants
         self._last: dict[str, int] = {}  # by tenant with turns: the sequence that had the last one
 
-    def needed(self, running: list[DecodeRequest], everyone: Iterable[DecodeRequest]) -> bool:
-        """Return whether a tenant has too many rows of a step with the `running` requests.
+    def needed(self, running: list[DecodeRequest], now: float) -> bool:
+        """Return whether a tenant has too many rows of a step with the `running` requests."""
+        return self._tenants.several(now) and _has_many(running)
 
-        Args:
-            running: requests in the batch.
-            everyone: all requests of the instance, also those whose KV has still to come.
-        """
-        return _has_many(running) and several_tenants(everyone)
-
-    def resting(self, running: list[DecodeRequest], everyone: Iterable[DecodeRequest]) -> list[RequestSequence]:
+    def resting(self, running: list[DecodeRequest], now: float) -> list[RequestSequence]:
         """Return the running sequences without a turn in the next step, and count the turns of the others.
 
         Turns go on where they were after steps without other tenants.
         """
-        if not self.needed(running, everyone):
+        if not self.needed(running, now):
             self._last = self._last if _has_many(running) else {}
             return []
         resting, last = list[RequestSequence](), dict[str, int]()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moonpool.engine.decode.core.events import SearchRules
+from moonpool.engine.decode.core.present_tenants import LINGER_S
 from moonpool.engine.decode.core.scored_turns import SCORED_ROWS
 from moonpool.engine.decode.core.settings import Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt
@@ -92,7 +93,7 @@ def test_turns_go_on_where_they_were_after_short_answers_of_others() -> None:
     world.assert_reruns()
 
 
-def test_turns_begin_when_another_tenants_request_is_promised_and_end_with_its_last() -> None:
+def test_turns_begin_when_another_tenants_request_is_promised_and_end_a_second_after_its_last() -> None:
     world = World(config(400, max_num_seqs=32, run_steps=8, ahead_steps=8))
     world.go(prompt(5, 1), (60,) * MANY, **SCORED)
     while world.run is not None and world.run.steps == 1:
@@ -107,6 +108,16 @@ def test_turns_begin_when_another_tenants_request_is_promised_and_end_with_its_l
     world.start(calm)
     while calm in world.core.requests:
         world.step()
+    assert len(rows(world)) == SCORED_ROWS, "the tenant's next request may follow"
+    world.tick(LINGER_S / 2)
+    world.go(prompt(5, 3), 2, tenant="calm")
+    while len(world.core.requests) > 1:
+        world.step()
+    world.tick(0.9 * LINGER_S)
+    world.step()
+    assert len(rows(world)) == SCORED_ROWS
+    world.tick(0.2 * LINGER_S)
+    world.step()
     assert len(rows(world)) == MANY
     world.work()
     world.assert_at_rest()
