@@ -14,14 +14,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moonpool.engine.kernels import reference
 from moonpool.engine.kernels.attention import paged_attention, triton_head
 from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan
 from moonpool.engine.kernels.reference import dequantize
+from moonpool.engine.kernels.self_check import triton_ops
 from moonpool.engine.kernels.to_device import send_to_device
 
 _TILE_BYTES = 32 << 20
-"""Scores of some rows, and gathered keys of some rows, that are held at a time."""
+"""Scores of some rows, or queries of some rows, that are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,10 @@ def choose_keys(
         return None
     if choose("attention", q.device, q.dtype) != "triton":
         return _by_torch(q, weights, kv, scales, block_tables, plan, scale, topk)
-    from moonpool.engine.kernels.triton import ops
-
     places = torch.empty((len(q), topk), dtype=torch.int32, device=q.device)
     numbers = torch.empty(len(q), dtype=torch.int32, device=q.device)
     lists = block_tables, query_start, context_lens
-    ops.choose_keys(q, weights.contiguous(), kv, scales, *lists, scale, plan.max_context, places, numbers)
+    triton_ops().choose_keys(q, weights.contiguous(), kv, scales, *lists, scale, plan.max_context, places, numbers)
     return ChosenKeys(None, places, numbers, None)
 
 
@@ -136,31 +136,21 @@ def chosen_attention(
         out[whole.rows] = paged_attention(
             q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic, value_dim=value_dim
         )
-    if choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0:
-        from moonpool.engine.kernels.triton import ops
-
-        assert chosen.rows is None, "where Triton attends it has chosen, too"
+    by_triton = choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0
+    ops = triton_ops() if by_triton else reference
+    if chosen.rows is None:
         places, numbers = chosen.places, chosen.numbers
         ops.chosen_attention(q, kv, scales, places, numbers, scale, out, deterministic=deterministic)
-    else:
-        _attend_in_torch(q, kv, scales, chosen, scale, out, alone=deterministic)
-    return out
-
-
-def _attend_in_torch(
-    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, alone: bool
-) -> None:
-    size, (count, most) = kv.shape[3], chosen.places.shape
-    each = 1 if alone else max(1, _TILE_BYTES // (most * kv.shape[4] * 4))
-    for first in range(0, count, each):
+        return out
+    each = max(1, _TILE_BYTES // (q.shape[1] * q.shape[2] * q.element_size()))
+    for first in range(0, len(chosen.rows), each):
         part = slice(first, first + each)
-        rows, places = part if chosen.rows is None else chosen.rows[part], chosen.places[part].long()
-        at = (places // size, 0, 0, places % size)
-        keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)  # [rows, topk, D]
-        scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)
-        unused = torch.arange(most, device=q.device) >= chosen.numbers[part, None]
-        seen = torch.softmax(scores.masked_fill_(unused[:, None], -torch.inf), dim=-1)
-        out[rows] = torch.bmm(seen, keys[..., : out.shape[2]]).to(q.dtype)
+        rows, numbers = chosen.rows[part], chosen.numbers[part]
+        found = torch.empty((len(rows), *out.shape[1:]), dtype=out.dtype, device=out.device)
+        places = chosen.places[part]
+        ops.chosen_attention(q[rows], kv, scales, places, numbers, scale, found, deterministic=deterministic)
+        out[rows] = found
+    return out
 
 
 def _groups(

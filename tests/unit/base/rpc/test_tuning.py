@@ -69,7 +69,16 @@ def test_the_collector_looks_at_few_objects_at_once() -> None:
     """Each look holds the interpreter lock: a large answer's text is made of a million objects."""
     told = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=True).stdout.split()
     assert int(told[0]) > 20
-    assert int(told[1]) < 100_000
+    assert int(told[1]) < 20_000
+
+
+def test_threads_give_way_to_the_loop_soon() -> None:
+    before = sys.getswitchinterval()
+    try:
+        tuning.tune_threads()
+        assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_memory_is_handed_back_at_rest_and_after_a_load_only() -> None:
@@ -101,6 +110,21 @@ def test_memory_in_use_is_handed_back_once_it_is_freed() -> None:
     assert freed.is_due(0.6 + REST_S, load), "more is held"
     freed.handed_back(rest + KEPT_BYTES)
     assert not freed.is_due(0.7 + REST_S, rest + KEPT_BYTES)
+
+
+def test_little_that_came_back_is_as_good_as_nothing() -> None:
+    """Less than `LITTLE_BYTES`, and so long as not that much more is held."""
+    load = 500 << 20
+    for came_back, more, due in (
+        (LITTLE_BYTES - 1, 0, False),
+        (LITTLE_BYTES, 0, True),
+        (0, LITTLE_BYTES - 1, False),
+        (0, LITTLE_BYTES, True),
+    ):
+        freed = FreedMemory(0.0, 100 << 20)
+        assert freed.is_due(0.1, load)
+        freed.handed_back(load - came_back)
+        assert freed.is_due(0.2, load - came_back + more) is due
 
 
 class Cycle:

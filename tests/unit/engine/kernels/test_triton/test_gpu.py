@@ -28,6 +28,7 @@ pytestmark = [
         "cases_recurrent.py",
         "cases_sampling.py",
         "cases_sparse.py",
+        "cases_self_check.py",
         "cases_gpu.py",
     ],
 )
