@@ -5,8 +5,8 @@ run's next step. Then the device is given that step before the host has read the
 ends with those tokens, the further step is thrown away: the device knows the end, and the step writes nothing.
 
 A step that may be taken again must not have changed a recurrent state, and graphs keep no states. So with such states
-masks are made before the layers, which are launched if a mask is late; and so are those of gated steps that begin within
-a block. Without gates a step that has begun is not given up.
+masks are made before the layers, which are launched if a mask is late. So are the layers of gated steps that begin
+within a block. Without gates a step that has begun is not given up.
 """
 
 from functools import partial
