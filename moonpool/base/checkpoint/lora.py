@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from moonpool.base.checkpoint.huggingface import read_header
 from moonpool.base.errors import CheckpointError, UnsupportedModel
-from moonpool.base.families.fields import JsonFields
+from moonpool.base.families.fields import JsonFields, check_files
 from moonpool.base.json_parts import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -90,11 +90,12 @@ def read_adapter(folder: Path) -> LoraAdapter:
 
 
 def read_settings(folder: Path) -> bytes:
-    """Return the content of `adapter_config.json`.
+    """Return the content of `adapter_config.json`, once all of the adapter's files are known to be files.
 
     Raises:
-        CheckpointError: the file is missing or cannot be read.
+        CheckpointError: the file is missing or cannot be read; or the folder has what is no file.
     """
+    check_files(folder)
     try:
         return (folder / CONFIG).read_bytes()
     except FileNotFoundError:

@@ -10,6 +10,7 @@ from moonpool.base.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf, is_mm
 from moonpool.base.checkpoint.known_models import near_names, plain_name
 from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
 from moonpool.base.errors import CheckpointError
+from moonpool.base.families.fields import check_file, check_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _NAME = re.compile(r"[\w.:-]+")
@@ -43,12 +44,14 @@ def resolve(model: str) -> Path:
     unless `HF_HUB_OFFLINE` forbids fetching.
 
     Raises:
-        CheckpointError: no such folder, file or model, or the model cannot be fetched.
+        CheckpointError: no such folder, file or model, the model cannot be fetched, or its folder has what is no file.
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        check_files(path)
         return _in_folder(path.resolve())
     if path.exists():
+        check_file(path)
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
         if is_mmproj(path):

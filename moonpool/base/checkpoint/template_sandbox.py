@@ -2,7 +2,7 @@
 
 A template is a file of somebody else's. The sandbox refuses access to Python's internals and changes to arguments, so a
 template can only compute text; the bounds here end a template that would compute too much of it. What a template
-computes from a conversation's texts keeps their origins (`traced_text`).
+computes from a conversation's texts and numbers keeps their origins (`traced_text`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from moonpool.base.checkpoint.traced_text import TracedText, has_traced, joined, lifted, text_of, written
+from moonpool.base.checkpoint.traced_text import (
+    TracedText,
+    has_traced,
+    joined,
+    lifted,
+    text_of,
+    traced_number,
+    written,
+)
 
 MAX_TEXT = 1 << 26
 """Most characters of a text that a template may make, and of what it writes; an item of a list counts as eight."""
@@ -39,6 +47,8 @@ _MAX_BITS = 1 << 16
 _WIDE = re.compile(r"\d{6,}|\*")
 """A width in a format that is too large, or that an argument gives."""
 _BOUND_FILTERS = ("batch", "center", "format", "indent", "join", "replace", "slice", "wordwrap")
+_COUNTS = ("count", "length", "wordcount")
+"""Filters whose numbers are the template's own."""
 _NO_FILTERS, _NO_GLOBALS = ("pprint", "xmlattr"), ("lipsum",)
 _GENERATED = {"generation"}
 _CODES = re.compile(r"%[-+ #0-9.]*c|:[^{}]*c}|\[")
@@ -131,7 +141,8 @@ def _joined(separator: Any, parts: Any) -> int:
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """jinja2's sandbox with bounds: see the module."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+    intercepted_unops = frozenset(ImmutableSandboxedEnvironment.default_unop_table)
     concat = staticmethod(joined)
 
     def __init__(self) -> None:
@@ -166,7 +177,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_format(left, right if isinstance(right, tuple) else (right,))
             if type(left) is str:
                 return _formatted(left, lambda given: left % given, right)
-        return super().call_binop(context, operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        return traced_number(made) if isinstance(made, int | float) and has_traced((left, right)) else made
+
+    def call_unop(self, context: Context, operator: str, arg: Any) -> Any:
+        """Compute what an operator gives."""
+        made = super().call_unop(context, operator, arg)
+        return traced_number(made) if has_traced(arg) else made
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2's
         """Call a function or a method, unless what it makes is too large."""
@@ -285,7 +302,9 @@ def _traced_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         if type(value) is str:
             args = (*args[:before], lifted(value, given), *args[before + 1 :])
         made = plain(*args, **kwargs)
-        if not isinstance(made, str) or any(made is each for each in given):
+        if not isinstance(made, str):
+            return made if name in _COUNTS else traced_number(made)
+        if any(made is each for each in given):
             return made
         exact = isinstance(made, TracedText) and name != "indent"
         return made if exact else TracedText(str.__str__(made))
@@ -331,7 +350,7 @@ def _tojson(
     """Write JSON; jinja's own filter would escape HTML characters."""
     _check_numbers((indent,))
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
-    text = written(lambda each: json.dumps(each, **options), _in_order(value) if sort_keys else value)
+    text = written(lambda each: json.dumps(each, **options), _in_order(value) if sort_keys else value, json=True)
     _take(len(text))
     return text
 

@@ -2,6 +2,7 @@
 
 A template may cut, join and replace texts as it likes; the origins follow. Where an operation has no exact rule here,
 its whole result counts as the conversation's: so a control token may become plain text, but no text a control token.
+Numbers of the conversation, and what is computed from these, are known as such until they are written.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from jinja2.runtime import Macro
 
 WRITTEN, ANSWERED, SAID = range(3)
 """Origins: written by the template; of an assistant's turn; of another turn, of tools or of a request's variables."""
+_ORIGINS = [bytes([origin]) for origin in (WRITTEN, ANSWERED, SAID)]
 _PRIVATE = range(0xE000, 0xF900)
 """Characters for private use, which mark strings while something else writes around them."""
-_MARKED = (ANSWERED, SAID, WRITTEN)
-"""What follows each of three marks; the last one ends what another began."""
+_MARKED = (ANSWERED, SAID, SAID, WRITTEN)
+"""What follows each of four marks: a text of either origin, a number, and the end of what another mark began."""
+
+
+class TracedInt(int):
+    """An integer of the conversation, or made of one."""
+
+
+class TracedFloat(float):
+    """A number of the conversation, or made of one."""
 
 
 class TracedText(str):
@@ -159,12 +169,19 @@ def origins_of(text: str) -> bytes:
 
 
 def traced(value: Any, origin: int) -> Any:
-    """Return plain JSON data whose strings and keys have this origin."""
+    """Return plain JSON data whose strings and keys have this origin; its numbers are the conversation's."""
     if isinstance(value, str):
         return TracedText(value, bytes([origin]) * len(value))
     if isinstance(value, dict):
         return {traced(key, origin): traced(item, origin) for key, item in value.items()}
-    return [traced(item, origin) for item in value] if isinstance(value, list) else value
+    return [traced(item, origin) for item in value] if isinstance(value, list) else traced_number(value)
+
+
+def traced_number(value: Any) -> Any:
+    """Return a number as one of the conversation, anything else as it is."""
+    if type(value) is int:
+        return TracedInt(value)
+    return TracedFloat(value) if type(value) is float else value
 
 
 def joined(parts: Iterable[str], between: str = "") -> str:
@@ -179,9 +196,11 @@ def lifted(text: str, others: Any) -> str:
 
 
 def has_traced(value: Any) -> bool:
-    """Tell whether a value may have characters that are not the template's."""
+    """Tell whether a value may have characters or numbers that are not the template's."""
     if isinstance(value, str):
         return isinstance(value, TracedText)
+    if isinstance(value, TracedInt | TracedFloat):
+        return True
     if isinstance(value, dict):
         return any(has_traced(key) or has_traced(item) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -196,29 +215,35 @@ def text_of(value: Any) -> str:
     return TracedText(str(value)) if has_traced(value) else str(value)
 
 
-def written(write: Callable[[Any], str], value: Any) -> str:
-    """Call `write`, which writes a text around the strings of `value`; what it writes itself is the template's."""
+def written(write: Callable[[Any], str], value: Any, *, json: bool = False) -> str:
+    """Call `write`, which writes a text around strings and numbers of `value`; what it writes itself is the template's.
+
+    `json`: it writes strings in quotes, and numbers without.
+    """
     plain = write(value)
     if not has_traced(value):
         return plain
     used = set(re.findall(r"[\ue000-\uf8ff]|\\u[ef][0-9a-f]{3}", plain))
-    marks = list(islice((char for char in map(chr, _PRIVATE) if not {char, _escaped(char)} & used), 3))
+    marks = list(islice((char for char in map(chr, _PRIVATE) if not {char, _escaped(char)} & used), len(_MARKED)))
     try:
         marked = write(_marked(value, marks))
     except (TypeError, ValueError, LookupError):  # of other kinds of values
         return TracedText(plain)
     for mark in marks:
         marked = marked.replace(_escaped(mark), mark)
-    parts, within = list[str](), [WRITTEN]
-    for part in re.split(f"([{''.join(marks)}])", marked) if len(marks) == len(_MARKED) else ():
+    if json:  # a number that is marked is a string
+        marked = re.sub(f'"({marks[2]}[^"]*{marks[3]})"', r"\1", marked)
+    parts, origins, within = list[str](), list[bytes](), [WRITTEN]
+    for part in re.split(f"([{''.join(marks)}])", marked):
         if part not in marks:
-            parts.append(traced(part, within[-1]))
+            parts.append(part)
+            origins.append(_ORIGINS[within[-1]] * len(part))
         elif part != marks[-1]:
             within.append(_MARKED[marks.index(part)])
         elif len(within) > 1:
             within.pop()
-    text = joined(parts)
-    return text if text == plain and len(within) == 1 else TracedText(plain)
+    text = "".join(parts)
+    return TracedText(plain, b"".join(origins) if text == plain and len(within) == 1 else None)
 
 
 def _escaped(char: str) -> str:
@@ -226,13 +251,15 @@ def _escaped(char: str) -> str:
 
 
 def _marked(value: Any, marks: list[str]) -> Any:
-    """Return plain data with marks around the strings that have origins."""
+    """Return plain data with marks around the strings that have origins, and around the conversation's numbers."""
+    if len(marks) < len(_MARKED):
+        raise ValueError("no marks are left")
     if isinstance(value, TracedText):
-        if not value or len(marks) < 3:
-            return str.__str__(value)
         origins = set(origins_of(value))
         mark = marks[0] if origins == {ANSWERED} else marks[1]
-        return f"{mark}{str.__str__(value)}{marks[2]}" if origins != {WRITTEN} else str.__str__(value)
+        return f"{mark}{str.__str__(value)}{marks[3]}" if origins - {WRITTEN} else str.__str__(value)
+    if isinstance(value, TracedInt | TracedFloat):
+        return f"{marks[2]}{value}{marks[3]}"
     if isinstance(value, dict):
         return {_marked(key, marks): _marked(item, marks) for key, item in value.items()}
     if isinstance(value, list | tuple):

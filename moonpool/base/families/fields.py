@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,39 @@ MAX_COUNT = (1 << 31) - 1
 """Largest integer that a checkpoint's settings may have."""
 MAX_COUNTS = {"num_hidden_layers": 1 << 12, "clip.vision.block_count": 1 << 12}
 """The same by name, where parts of the model are made one by one."""
+
+MAX_SETTINGS_BYTES = 1 << 28
+"""Largest file of a checkpoint that is read whole: settings, vocabularies, templates."""
+_READ_WHOLE = (".jinja", ".json", ".model", ".tiktoken", ".txt")
+_WEIGHTS = (".gguf", ".safetensors")
+
+
+def check_files(folder: Path) -> None:
+    """Check that what may be read in a checkpoint's folder, and in the folders there, are files of sensible size.
+
+    A pipe would let its reader wait for ever, and a device or a file with holes may have no end.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    with suppress(OSError):  # whoever reads the folder says what is wrong
+        for path in chain(folder.iterdir(), folder.glob("*/*")):
+            if path.suffix in (*_READ_WHOLE, *_WEIGHTS):
+                check_file(path)
+
+
+def check_file(path: Path) -> None:
+    """Check a file of a checkpoint; see `check_files`. One that is missing, and a folder, is left to the reader.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    with suppress(OSError):
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise CheckpointError(f"{path}: is a pipe, a socket or a device, not a file")
+        if path.suffix in _READ_WHOLE and found.st_size > MAX_SETTINGS_BYTES:
+            raise CheckpointError(f"{path}: has {found.st_size} bytes, more than {MAX_SETTINGS_BYTES}")
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ import pytest
 
 from moonpool.base import bundled
 from moonpool.base.checkpoint import model_name, resolve
+from moonpool.base.checkpoint.lora import read_settings
 from moonpool.base.errors import CheckpointError
 from tests.unit.base.checkpoint.folder import write_config, write_weights
 
@@ -30,6 +32,47 @@ for model in sys.argv[1:]:
     except CheckpointError as error:
         print("error:", error)
 """
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def with_holes(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("kind", [pipe, endless, with_holes])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "1_Pooling/config.json"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, kind: Callable[[Path], None], name: str) -> None:
+    """A reader of a pipe would wait for ever, and one of a device would read without end."""
+    write_config(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    kind(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}: (is a pipe|has 1099511627776 bytes)"):
+        resolve(str(tmp_path))
+
+
+def test_other_things_in_a_folder_are_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(write_config(tmp_path) / "notes")
+    (tmp_path / "gone.json").symlink_to("nowhere")
+    with_holes(tmp_path / "model.safetensors")
+    assert resolve(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_a_pipe_is_no_model_and_no_adapter(tmp_path: Path) -> None:
+    for name in ("model.gguf", "adapter_config.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: is a pipe"):
+        resolve(str(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: is a pipe"):
+        read_settings(tmp_path)
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -85,6 +85,27 @@ def test_what_has_no_rule_is_the_conversations(source: str) -> None:
     assert any(letter in text for letter in SAYS)
 
 
+@pytest.mark.parametrize(
+    ("source", "origins"),
+    [
+        ("<{{ n }}><{{ f }}><{{ c }}>", "<ss><sss><1>"),
+        ("{{ '<' ~ n ~ '>' }}{{ n | string }}{{ [n, f] | join('|') }}", "<ss>ssss|sss"),
+        ("{{ n + 1 }}|{{ 1 + n }}|{{ -n }}|{{ n - f }}", "ss|ss|sss|ssss"),
+        ("{{ n // 5 }}|{{ n % 5 }}|{{ 1.5 * n }}|{{ n / 5 }}", "s|s|ssss|sss"),
+        ("{{ f | int }}|{{ n | abs }}|{{ [n, 1] | sum }}|{{ [1, n] | max }}|{{ '7' | int }}", "s|ss|ss|ss|7"),
+        ("{{ '<%s>' % n }}{{ '<{}>'.format(n) }}{{ '<%s>' | format(f) }}", "<ss><ss><sss>"),
+        ("{{ n | tojson }}{{ [1, n] | tojson }}{{ {'a': f, 'b': '5'} | tojson }}", 'ss[1, ss]{"a": sss, "b": "5"}'),
+        ("{% for k in range(n) %}{% if loop.last %}{{ loop.index }}{% endif %}{% endfor %}{{ [n] | length }}", "421"),
+    ],
+)  # fmt: skip
+def test_numbers_of_the_conversation(source: str, origins: str) -> None:
+    """`s` stands for each character of a number that the conversation brought; counts are the template's."""
+    before = "{% set n = messages[0].n %}{% set f = messages[0].f %}{% set c = messages | length %}"
+    text = ChatTemplate(before + source, {}).render([traced({"n": 42, "f": 0.5}, SAID)], (), ChatOptions())
+    shown = "".join(made if kind == WRITTEN else "s" for made, kind in zip(text, origins_of(text), strict=True))
+    assert shown == origins
+
+
 def test_autoescape_is_refused() -> None:
     with pytest.raises(CheckpointError, match="autoescape"):
         ChatTemplate("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", {})
