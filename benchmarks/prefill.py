@@ -2,9 +2,10 @@
 
 Engines of one model of random weights, one core for each process. `many` computes many prompts, a prompt in a step:
 one engine of one stage, one of two stages, and, as control, two engines of one stage that halve the prompts. What the
-two engines gain over one is what the machine's two cores can give. `long` computes one prompt in chunks; the bound is
-what two stages of equal halves take for the one stage's own chunk times. `auto` takes the steps that
-`--max-num-batched-tokens auto` takes for a prompt alone, beside fixed steps.
+two engines gain over one is what the machine's two cores can give. The bound of fill and division is what the stages'
+own processor seconds allow: the longer stage without a gap, and the shorter one for one prompt more. `long` computes
+one prompt in chunks; the bound is what two stages of equal halves take for the one stage's own chunk times. `auto`
+takes the steps that `--max-num-batched-tokens auto` takes for a prompt alone, beside fixed steps.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, optional, paired, run
+from benchmarks.processes import cpu_s_of
 from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.latency import pipelined_step_tokens, work_of
@@ -28,11 +30,12 @@ from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult, max_s
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.stage_costs import layer_costs
 from moonpool.engine.start_engine import start_engine
 
-HIDDEN, LAYERS, HEADS, INNER, VOCABULARY = 512, 8, 8, 1536, 512
+HIDDEN, LAYERS, HEADS, INNER, VOCABULARY = 256, 25, 4, 768, 512
 BLOCK = 16
-PROMPT, PROMPTS = 512, 16
+PROMPT, PROMPTS = 512, 32
 """Tokens of each of many prompts, and prompts."""
 LONG, CHUNK = 8192, 1024
 LENGTHS, FIXED = (1024, 4096, 8192), (256, 512, 1024, 2048)
@@ -124,7 +127,7 @@ async def computing(folder: Path, stages: int, *, measure: bool = False) -> Asyn
     spec = EngineSpec(
         str(folder), "float32", layout, blocks,
         max_num_batched_tokens=max(FIXED), stages=stages, threads=1, max_tokens=config.max_position_embeddings,
-        measure=measure,
+        measure=measure, layer_costs=layer_costs(config, PROMPT, on_cpu=True, trimmed=True),
     )  # fmt: skip
     async with start_engine(spec) as engine:
         yield Computing(engine)
@@ -136,14 +139,33 @@ def bound_s(chunk_s: Sequence[float]) -> float:
     return max(sum(halves[: at + 1]) + sum(halves[at:]) for at in range(len(halves)))
 
 
-async def _many(one: Computing, two: Computing, other: Computing, count: int) -> tuple[float, float, float]:
-    """Seconds of one stage, two stages, and two engines side by side."""
+@dataclass(frozen=True, slots=True)
+class Many:
+    """Seconds of many prompts.
+
+    Attributes:
+        one, two, engines: of one stage, of two stages, of two engines side by side.
+        bound: of two stages, by fill and division.
+        alone: of one stage, on a processor of its own, as `bound` counts.
+    """
+
+    one: float
+    two: float
+    engines: float
+    bound: float
+    alone: float
+
+
+async def _many(one: Computing, two: Computing, other: Computing, count: int) -> Many:
     prompts = [Prompt(PROMPT, PROMPT, at * PROMPT // BLOCK) for at in range(count)]
+    pids = (*one.engine.pids, *two.engine.pids)
+    began_s = [cpu_s_of(pid) for pid in pids]
     one_s, _ = await one.compute(prompts)
     two_s, _ = await two.compute(prompts)
+    alone, *stages = [cpu_s_of(pid) - before for before, pid in zip(began_s, pids, strict=True)]
     began = time.perf_counter()
     await asyncio.gather(one.compute(prompts[::2]), other.compute(prompts[1::2]))
-    return one_s, two_s, time.perf_counter() - began
+    return Many(one_s, two_s, time.perf_counter() - began, max(stages) + min(stages) / count, alone)
 
 
 async def _long(one: Computing, two: Computing, tokens: int) -> tuple[float, float]:
@@ -177,14 +199,22 @@ async def _measure(options: argparse.Namespace, folder: Path, progress: Progress
         progress("engines started")
         many = [await _many(one, two, other, count) for _ in range(options.runs)]
         progress("many prompts")
+
+        def rate(seconds: float) -> float:
+            return count * PROMPT / seconds
+
         tokens = lengths[-1]
         long = [await _long(one, two, tokens) for _ in range(options.runs)]
         progress("a long prompt")
         rows: list[Row | Absent] = [
-            paired("many prompts, two stages over one", "tokens/s", _rates(many, 1, 0, count), "one stage",
-                   target=MANY_TARGET),
-            paired("many prompts, two engines over one (control)", "tokens/s", _rates(many, 2, 0, count), "one stage"),
-            paired("many prompts, two stages over two engines", "tokens/s", _rates(many, 1, 2, count), "two engines"),
+            paired("many prompts, two stages over one", "tokens/s", [(rate(each.two), rate(each.one)) for each in many],
+                   "one stage", target=MANY_TARGET),
+            paired("many prompts, bound of fill and division over one", "tokens/s",
+                   [(rate(each.bound), rate(each.alone)) for each in many], "one stage, by processor"),
+            paired("many prompts, two engines over one (control)", "tokens/s",
+                   [(rate(each.engines), rate(each.one)) for each in many], "one stage"),
+            paired("many prompts, two stages over two engines", "tokens/s",
+                   [(rate(each.two), rate(each.engines)) for each in many], "two engines"),
             paired(f"one prompt of {tokens} in chunks of {CHUNK}", "s", long, "bound", less_is_better=True,
                    target=LONG_TARGET),
         ]  # fmt: skip
@@ -196,12 +226,6 @@ async def _measure(options: argparse.Namespace, folder: Path, progress: Progress
             rows.append(paired(name, "s", pairs, "best fixed step", less_is_better=True, target=AUTO_TARGET))
             progress(name)
     return rows
-
-
-def _rates(runs: Sequence[tuple[float, float, float]], ours: int, theirs: int, count: int) -> list[tuple[float, float]]:
-    """Pairs of tokens a second of the engines at these places of each run."""
-    tokens = count * PROMPT
-    return [(tokens / each[ours], tokens / each[theirs]) for each in runs]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:

@@ -148,11 +148,11 @@ def layer_products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, 
         yield hidden, latent.kv_rank + latent.rope_width, 1
         yield attention.num_heads * latent.value_width, hidden, 1
     else:
-        yield hidden, 2 * heads + 2 * attention.num_kv_heads * attention.head_dim, 4
+        yield hidden, (1 + attention.output_gate) * heads + 2 * attention.num_kv_heads * attention.head_dim, 4
         yield heads, hidden, 1
     experts = layer.feed_forward.experts
     inner = layer.feed_forward.inner if experts is None else experts.shared_inner
-    yield hidden, 2 * inner, 2
+    yield hidden, (1 + layer.feed_forward.gated) * inner, 2
     yield inner, hidden, 1
 
 

@@ -130,8 +130,9 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         raise ConfigError("kv_cache_dtype", f"must be auto: {model.architecture} sees whole prompts and has no KV")
     devices = stage_devices(config.device, stages)
     _check_ranks(config, model)
+    on_cpu = devices[0].platform.uses_host_cores
     # A rank that gave its cores away would hold all others up in the next sum.
-    lends = config.core_share and devices[0].platform.uses_host_cores and config.tensor_parallel_size == 1
+    lends = config.core_share and on_cpu and config.tensor_parallel_size == 1
     by_memory = devices[0].platform.sized_by_memory
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
@@ -142,12 +143,12 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         layout=layout,
         model_impl=config.model_impl,
         imatrix=_imatrix(config),
-        quantization=_quantization(config, folder, model, on_cpu=devices[0].platform.uses_host_cores),
+        quantization=_quantization(config, folder, model, on_cpu=on_cpu),
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
         max_num_batched_tokens=0 if by_memory and not config.most_step_tokens else _step_tokens(config),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
-        layer_costs=() if stages == 1 else layer_costs(model, config.most_step_tokens or STEP_TOKENS),
+        layer_costs=_layer_costs(config, model, on_cpu=on_cpu) if stages > 1 else (),
         joined=model.decoder.joined,
         ranks=config.tensor_parallel_size,
         threads=config.threads,
@@ -351,6 +352,11 @@ def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int, longest:
     if blocks < 1 and kv_bytes:
         raise ConfigError("kv_cache_memory_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
+
+
+def _layer_costs(config: EngineConfig, model: ModelConfig, *, on_cpu: bool) -> tuple[int, ...]:
+    trimmed = on_cpu and config.takes_prompts and config.tensor_parallel_size == 1
+    return layer_costs(model, config.most_step_tokens or STEP_TOKENS, on_cpu=on_cpu, trimmed=trimmed)
 
 
 def _step_tokens(config: EngineConfig) -> int:
