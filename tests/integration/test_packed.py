@@ -1,6 +1,6 @@
 """Packed weights, and a file's own codes, through all services: answers are those of the dequantised weights.
 
-Cached or not, moved to a decode instance, swapped out after each token, read from the store, prefill in stages of ranks.
+Cached or not, moved to a decode instance, swapped out after each token, from the store; prefill in stages and ranks.
 """
 
 from collections.abc import Iterator
