@@ -198,7 +198,6 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
             return
         self._lingers = True
-        self._unset_keepalive_if_required()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)
 

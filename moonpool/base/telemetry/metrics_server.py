@@ -95,7 +95,6 @@ class MetricsServer:
                     method, answer = await self._answer(reader)
                     limit.reschedule(self._loop.time() + REQUEST_S)
                     writer.write(_encoded(method, *answer))
-                    await writer.drain()
                     writer.close()
                     await writer.wait_closed()
         finally:

@@ -95,7 +95,7 @@ class PictureFetcher:
         host = url.hostname or ""
         connection = http.client.HTTPConnection(host, timeout=self.within_s)
         connection.sock = plain = socket.create_connection(address, timeout=self.within_s)
-        with contextlib.closing(connection), _ended_after(self.within_s, connection):
+        with contextlib.closing(connection), _ended_after(self.within_s, plain.dup()):
             if url.scheme == "https":
                 connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
             path = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
@@ -111,13 +111,15 @@ class PictureFetcher:
 
 
 @contextlib.contextmanager
-def _ended_after(seconds: float, connection: http.client.HTTPConnection) -> Iterator[None]:
-    """End a connection after a time, however slowly the other end goes on."""
+def _ended_after(seconds: float, duplicate: socket.socket) -> Iterator[None]:
+    """End a connection after a time, however slowly the other end goes on.
+
+    `duplicate` is another socket of the connection: TLS and `http.client` replace, let go and close the first one.
+    """
 
     def end() -> None:
         with contextlib.suppress(OSError):
-            if connection.sock is not None:
-                connection.sock.shutdown(socket.SHUT_RDWR)
+            duplicate.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, end)
     timer.start()
@@ -125,3 +127,5 @@ def _ended_after(seconds: float, connection: http.client.HTTPConnection) -> Iter
         yield
     finally:
         timer.cancel()
+        timer.join()
+        duplicate.close()

@@ -1,6 +1,8 @@
 """`moonpool stop` ends the stack that `moonpool serve` recorded, and nothing else."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -213,6 +215,20 @@ def test_a_data_folder_is_held_against_stacks_whose_records_are_elsewhere(
         pass
 
 
+def test_a_data_folder_without_locks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some network file systems are; the folder of records is this machine's."""
+    locked = fcntl.flock
+
+    def refuse(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:
+            raise OSError(errno.ENOLCK, "No locks available")
+        locked(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with recorded_stack(tmp_path / "data", "m") as record:
+        assert record.name == "m"
+
+
 def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
@@ -242,6 +258,10 @@ def test_the_folder_must_be_this_users_alone(runtime_dir: Path, tmp_path: Path) 
     folder = state_folder()
     assert folder.parent == runtime_dir
     assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match=r"XDG_RUNTIME_DIR: .* cannot be used: No such file"):
+            run_stop()
     folder.chmod(0o770)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
         run_stop()

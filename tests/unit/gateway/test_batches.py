@@ -490,17 +490,20 @@ class Request:
             self.left = True
 
 
+async def nobody_waits() -> int:
+    return 0
+
+
 @asynccontextmanager
 async def runner(
-    folder: Path, client: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    folder: Path,
+    client: Any,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    waiting: Callable[[], Awaitable[int]] = nobody_waits,
 ) -> AsyncIterator[tuple[running.BatchRunner, StoredBatch]]:
     """A runner without a gateway, and a batch of one line that has not begun."""
     with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as lines:
         kept = BatchStore(folder, 1 << 20, threads, world.unix_time)
-
-        async def nobody_waits() -> int:
-            return 0
-
         file, content = kept.new_file_id(), jsonl(line("a", "x"))
         kept.path(file).write_bytes(content)
         now = kept.now()
@@ -508,7 +511,7 @@ async def runner(
         body = {"id": "batch_1", "input_file_id": file, "endpoint": ENDPOINT, "created_at": now}
         batch = StoredBatch("t", "validating", {**body, "expires_at": now + 3600})
         await kept.add_batch(batch)
-        made = running.BatchRunner(kept, client, TenantTurns(lines), nobody_waits, 1, 1 << 16, sleep)
+        made = running.BatchRunner(kept, client, TenantTurns(lines), waiting, 1, 1 << 16, sleep)
         try:
             yield made, batch
         finally:
@@ -523,6 +526,21 @@ async def test_a_batch_is_cancelled_once_its_requests_have_left(tmp_path: Path) 
         await asyncio.wait_for(client.begun.wait(), WAIT_S)
         await made.cancel(await made.store.batch("t", batch.id))
         assert client.left
+
+
+async def test_a_line_looks_now_and_then_whether_interactive_requests_wait(tmp_path: Path) -> None:
+    client, found, pauses = Request(), [2, 1], list[float]()
+
+    async def waiting() -> int:
+        return found.pop() if found else 0
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async with runner(tmp_path, client, sleep, waiting) as (made, batch):
+        made.start(batch)
+        await asyncio.wait_for(client.begun.wait(), WAIT_S)
+    assert pauses == [running.LOOK_S] * 2
 
 
 async def test_a_batch_waits_longer_and_longer_for_a_store_that_fails(

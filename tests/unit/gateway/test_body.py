@@ -215,6 +215,12 @@ async def test_the_memory_of_a_body_is_held_until_its_answer_has_ended() -> None
             await asyncio.gather(first, return_exceptions=True)
 
 
+def test_small_bodies_are_parsed_uncounted() -> None:
+    check_json_parts(b"[" * UNCHECKED_BYTES)
+    with pytest.raises(InvalidRequest, match="at most 8192 arrays"):
+        check_json_parts(b"[" * (UNCHECKED_BYTES + 1))
+
+
 def test_what_texts_contain_does_not_count() -> None:
     check_json_parts(json.dumps({"prompt": 'x = {"a": [1, 2], "b": "\\"}, ' * 100_000}).encode())
 

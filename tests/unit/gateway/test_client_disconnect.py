@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.client.transport import GenerateCall
+from moonpool.gateway.serving.client_watch import ClientGoneError, while_connected
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, TURNS, make_gateway, ready, scope, settings, tokenizer
@@ -116,6 +117,26 @@ async def test_client_that_leaves_within_its_body() -> None:
         await client.receive()
         await make(holding, threads)(scope(CHAT), client.receive, client.send)
     assert not holding.call.held.is_set()
+
+
+async def test_work_of_a_client_that_has_left_has_ended_before_this_is_told() -> None:
+    ended = False
+
+    async def work() -> None:
+        nonlocal ended
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            ended = True
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGoneError):
+        await while_connected(receive, work())
+    assert ended
 
 
 async def test_slow_body_is_answered() -> None:

@@ -16,6 +16,7 @@ from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import ConfigError
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway import http_connection
 from moonpool.gateway.http_connection import HttpConnection
 from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.v1 import conductor_pb2 as pb
@@ -91,6 +92,19 @@ async def test_requests_and_hostile_bytes() -> None:
         assert (await ask(port, chunks, b"800\r\n" + b" " * 2048)).startswith(b"HTTP/1.1 413 ")
         assert (await ask(port, chunks, b"what\r\n")).startswith(b"HTTP/1.1 400 ")
         assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_the_rest_of_a_refused_body_is_dropped_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a client that sends first, and reads then, sees the answer."""
+    monkeypatch.setattr(http_connection, "LINGER_S", 3600.0)
+    async with serving(max_body_bytes=2048) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 9999999999\r\n\r\n")
+        for _ in range(6):
+            writer.write(bytes(1 << 20))
+            await asyncio.wait_for(writer.drain(), 60.0)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+        writer.close()
 
 
 async def test_trailers_are_bounded_and_left_out() -> None:

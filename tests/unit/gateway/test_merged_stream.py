@@ -78,6 +78,16 @@ async def test_one_that_is_refused_refuses_all() -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
 
 
+async def test_one_that_ends_before_its_first_token_gives_its_place_back() -> None:
+    overloaded = Overloaded("busy", reason="queue_full", retry_after_s=2.0)
+    client, places = ready(FakeConductor(lambda request: [overloaded])).async_client(), TenantPlaces(1, 1)
+    async with MergedStream([client.stream(prompt="x")], 1, 1, places, "ann") as several:
+        with pytest.raises(Overloaded):
+            async for _ in several:
+                pass
+    assert not places
+
+
 async def test_leaving_cancels_all() -> None:
     """Those that run and wait."""
     holding = [Holding(answer()[:2]) for _ in range(2)]

@@ -1,7 +1,8 @@
 """What the gateway asks its tokenizer: how many tokens of an answer or a prompt stand before a place."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,6 +12,7 @@ from moonpool.base.checkpoint import ChatOptions, Tokenizer
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.runtime.tenant_turns import TenantTurns
 from moonpool.client import Message
+from moonpool.gateway.serving import tokenizer as serving
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}{% endfor %}!"
@@ -67,3 +69,37 @@ async def test_chats_that_are_too_long_and_tokens_beside_the_vocabulary_are_refu
     for wrong in (-1, size):
         with pytest.raises(InvalidRequest, match=r"must be in \[0, "):
             await texts.decode("t", [0, wrong])
+
+
+async def test_a_pair_with_a_text_that_is_too_long_is_refused(texts: GatewayTokenizer) -> None:
+    assert len(await texts.encode_pairs("t", "input", [("a b", "c")], 100)) == 1
+    with pytest.raises(InvalidRequest, match="more than 100 tokens") as refused:
+        await texts.encode_pairs("t", "input", [("a b", "c"), ("a", "b " * 1000)], 100)
+    assert refused.value.field == "input"
+
+
+class CountingThread(ThreadPoolExecutor):
+    """One thread, whose works are counted."""
+
+    count = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.count += 1
+        return super().submit(*args, **kwargs)
+
+
+async def test_of_a_few_variants_of_the_template_it_is_remembered_how_they_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many variants clients ask for, no more are kept."""
+    monkeypatch.setattr(serving, "MAX_TEMPLATE_VARIANTS", 2)
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    made = Tokenizer(backend, {"default": "{% if think %}<think>{% endif %}"})
+    with CountingThread(1) as threads:
+        texts = GatewayTokenizer("tiny", made, TenantTurns(threads), ParserNames(reasoning="qwen3"))
+        for number in (1, 2, 1, 2):
+            assert await texts.thinks_at_once("t", {"think": number})
+        assert threads.count == 2
+        for number in (3, 1):
+            assert await texts.thinks_at_once("t", {"think": number})
+        assert threads.count == 4

@@ -95,6 +95,26 @@ def test_a_template_that_makes_too_much_is_refused(source: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "made"),
+    [
+        ("{{ 'a' | indent(4) }}", 5),
+        ("{{ 'a\n' | indent }}", 10),
+        ("{{ 'aa'.replace('a', 'bb') }}", 8),
+        ("{{ ['a', 'b'] | join('cc') }}", 6),
+        ("{{ 'a' * 5 }}", 5),
+        ("{{ 'a' ~ messages[0].content }}", 3),
+    ],
+)
+def test_as_much_as_is_allowed_may_be_made(source: str, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how much a text may have at most, which is told before the text is made."""
+    monkeypatch.setattr(template_sandbox, "MAX_TEXT", made)
+    assert ChatTemplate(source, {}).render(TURNS, (), ChatOptions())
+    monkeypatch.setattr(template_sandbox, "MAX_TEXT", made - 1)
+    with pytest.raises(InvalidRequest, match=rf"a text or a list of {made} characters or items; {made - 1} are"):
+        ChatTemplate(source, {}).render(TURNS, (), ChatOptions())
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
@@ -217,6 +237,15 @@ def test_a_token_that_a_template_cuts_does_not_make_another_one() -> None:
     tokens = texts.apply_chat_template([{"role": "assistant", "content": "a<|e<|think|>nd|>"}])
     assert texts.decode(tokens, skip_special=False) == "a<|end|><|end|>"
     assert tokens.count(texts.special_id("<|end|>") or -1) == 1
+
+
+def test_a_token_that_a_template_spells_with_its_own_texts_is_one() -> None:
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    backend.add_special_tokens(["<|end|>"])
+    texts = Tokenizer(backend, {"default": "{{ '<|END|>'.lower() }}{{ messages[0].content.lower() }}"})
+    tokens = texts.apply_chat_template([{"role": "user", "content": "<|END|>"}])
+    assert tokens.index(texts.special_id("<|end|>") or -1) == 0
+    assert tokens.count(tokens[0]) == 1
 
 
 @pytest.mark.parametrize("asks", ["", "{% if messages[0].role == 'endoftext' %}y{% endif %}"])

@@ -171,12 +171,17 @@ def test_types_that_hold_their_own_kind_are_read_and_their_levels_bounded() -> N
     read = messages.deserializer(cls)(nested(10, "y" * UNCHECKED_BYTES))
     assert "y" * 100 in str(read)
     assert "levels" in refused(cls, nested(2000, "y" * UNCHECKED_BYTES))
+    messages.check_message(cls, nested(31, "y" * UNCHECKED_BYTES))  # 5 levels, and 3 for each struct
+    assert "levels" in refused(cls, nested(32, "y" * UNCHECKED_BYTES))
 
 
 def test_as_many_fields_as_are_allowed_pass_and_numbers_of_four_bytes_are_skipped() -> None:
     unknown, cls = 500 << 3, conductor_pb2.GenerateRequest
     text = cls(text="x" * UNCHECKED_BYTES).SerializeToString()
     messages.check_message(cls, text + varint(unknown | 5) + b"abcd")
+    with pytest.raises(DecodeError):
+        messages.check_message(cls, text + varint(unknown | 5) + b"abc")
+    messages.check_message(cls, text + varint(16 << 3) + b"\x01")  # the least tag of two bytes
     many = text + (varint(unknown) + b"\x01") * (MAX_FIELDS - 1)
     messages.check_message(cls, many)
     assert "too many fields" in refused(cls, many + varint(unknown) + b"\x01")

@@ -103,6 +103,21 @@ def test_memory_in_use_is_handed_back_once_it_is_freed() -> None:
     assert not freed.is_due(0.7 + REST_S, rest + KEPT_BYTES)
 
 
+def test_little_that_came_back_is_as_good_as_nothing() -> None:
+    """Less than `LITTLE_BYTES`, and so long as not that much more is held."""
+    load = 500 << 20
+    for came_back, more, due in (
+        (LITTLE_BYTES - 1, 0, False),
+        (LITTLE_BYTES, 0, True),
+        (0, LITTLE_BYTES - 1, False),
+        (0, LITTLE_BYTES, True),
+    ):
+        freed = FreedMemory(0.0, 100 << 20)
+        assert freed.is_due(0.1, load)
+        freed.handed_back(load - came_back)
+        assert freed.is_due(0.2, load - came_back + more) is due
+
+
 class Cycle:
     """Refers to itself, as an error that its own frame holds."""
 

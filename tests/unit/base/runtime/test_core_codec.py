@@ -136,6 +136,10 @@ def test_whole_numbers_lie_in_as_few_bytes_as_they_need(least: int, most: int, w
     assert CoreDecoder(CLASSES).decode(encoded) == values
 
 
+def test_a_number_of_one_byte_takes_no_more() -> None:
+    assert len(CoreEncoder().encode(0)) == len(CoreEncoder().encode(255)) == 2 < len(CoreEncoder().encode(256))
+
+
 def test_whole_numbers_alone_at_the_edges_of_their_widths() -> None:
     for bits in (7, 8, 15, 16, 31, 32, 63, 64, 70):
         for value in (edge + more for edge in (1 << bits, -(1 << bits)) for more in (-1, 0, 1)):
@@ -349,6 +353,11 @@ def test_unknown_tags_and_values_without_an_end_are_named() -> None:
         CoreDecoder(CLASSES).decode(b"\xff")
     with pytest.raises(CodecError, match="the value does not end"):
         CoreDecoder(CLASSES).decode(b"l\1")
+
+
+def test_a_member_that_an_enum_does_not_have_is_named() -> None:
+    with pytest.raises(CodecError, match="no such member"):
+        CoreDecoder(CLASSES).decode(described(class_name(Colour), "RED", "BLUE") + b"c\0\0\2\0")
 
 
 def test_a_pickle_is_no_value() -> None:

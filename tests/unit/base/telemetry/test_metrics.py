@@ -215,6 +215,19 @@ async def test_silent_connections_keep_no_probe_out() -> None:
             writer.close()
 
 
+async def test_connections_that_have_ended_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 3)
+    metrics = PrometheusMetrics("decode")
+    async with metrics.served("127.0.0.1:0") as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(5):
+            assert await get(address, "/livez") == (200, "ok\n")
+        writer.write(b"GET /livez HTTP/1.1\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
 async def test_a_head_that_never_ends_is_refused() -> None:
     metrics = PrometheusMetrics("decode")
     async with metrics.served("127.0.0.1:0") as address:

@@ -71,6 +71,7 @@ def test_built_once_per_target_and_sources(fake: Path) -> None:
     first, again = build.build("sse2"), build.build("sse2")
     assert first == again
     assert first.read_text() == "library\n"
+    assert first.parent.stat().st_mode & 0o777 == 0o700, "what lies there is run"
     assert build.build("avx2") != first
     assert len(fake.read_text().splitlines()) == 2
     assert not [path for path in first.parent.iterdir() if path.is_dir()]  # nothing temporary is left
@@ -174,6 +175,17 @@ def test_progress_counts_files(fake: Path) -> None:
     again: list[str] = []
     build.build("sse2", report=again.append)
     assert again == []
+
+
+def test_a_compiler_that_does_nothing_for_long_is_named(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is said of it again and again is printed once."""
+    monkeypatch.setattr(build, "SILENCE_S", 0.02)
+    monkeypatch.setattr(select, "select", lambda *_: ([], [], []))
+    with pytest.raises(SystemExit, match="compiled no further file in 0 s"):
+        build.main([])
+    assert capsys.readouterr().err.splitlines() == ["compiling native code, 0 of 2 files (once, about 10 s)"]
 
 
 def test_the_expected_time_is_told_in_tens_of_seconds(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
