@@ -7,6 +7,9 @@ the masks. A step waits for them for a bounded time: a sequence with a slower ma
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from array import array
 from collections import OrderedDict
@@ -36,6 +39,8 @@ MASK_WAIT_S = 0.01
 ALONE_WAIT_S = 0.05
 """The same where every sequence of the step would go without a token."""
 QUICK_THREADS = 2
+SLOW_NICE = 10
+"""Priority of the thread that makes slow masks, which no step waits for: on busy cores, steps and services go first."""
 
 
 class MaskBuilder:
@@ -64,6 +69,7 @@ class MaskBuilder:
         self._parsers = ParserCache(load, vocab_size, end_token_ids, aside, full)
         self._quick = world.thread_pool(QUICK_THREADS, "masks")
         self._slow = world.thread_pool(1, "slow-masks")
+        self._slow.submit(_work_behind_others)
         self._aside = aside
         self._steps = 0
         self._rows: list[_MaskRow] = []
@@ -226,6 +232,13 @@ class MaskBuilder:
                 if row.work is not None:
                     wait([row.work])
         allowed.late.add(index)
+
+
+def _work_behind_others() -> None:
+    """Let this thread's work wait for others' on busy cores, where threads have own priorities (Linux)."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(SLOW_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 @dataclass(slots=True)

@@ -7,13 +7,9 @@ from moonpool.base.rpc.process import run_main
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.service import serve
 
-SWITCH_S = 0.0005
-"""Longest time for which a thread that parses a body keeps the interpreter from the loop that streams answers."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped. Returns the exit code of the process."""
-    sys.setswitchinterval(SWITCH_S)
     return run_main(GatewayConfig, serve, argv)
 
 

@@ -20,7 +20,14 @@ from moonpool.base import world
 from moonpool.base.config import ServiceConfig, check_free
 from moonpool.base.errors import CheckpointError, ConfigError, Mismatch, Unavailable
 from moonpool.base.remedies import remedy
-from moonpool.base.rpc.tuning import hand_freed_memory_back, raise_open_files_limit, tune_gc, tune_grpc, tune_malloc
+from moonpool.base.rpc.tuning import (
+    hand_freed_memory_back,
+    raise_open_files_limit,
+    tune_gc,
+    tune_grpc,
+    tune_malloc,
+    tune_threads,
+)
 from moonpool.base.telemetry import logs
 from moonpool.base.telemetry.spans import CURRENT, Recorder, SpanExporter
 from moonpool.v1 import kv_pb2
@@ -192,6 +199,7 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     """
     raise_open_files_limit()
     tune_malloc()
+    tune_threads()
     tune_gc()
     tune_grpc()
     logs.configure(config.log_level, config.id or name, config.log_json)

@@ -1,10 +1,13 @@
 """Masks of structured answers: what is chosen by them validates, wherever the parsers behind them come from."""
 
 import json
+import os
 import re
+import sys
 import threading
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jsonschema
@@ -19,7 +22,7 @@ from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep, Step
 from moonpool.engine import processor_time
 from moonpool.engine.parser_cache import MAX_PARSERS
 from moonpool.engine.sampling.sampler import sample
-from moonpool.engine.structured_output import STEPS_PER_MEMORY_CHECK, MaskBuilder, MaskRequest, TokenMasks
+from moonpool.engine.structured_output import SLOW_NICE, STEPS_PER_MEMORY_CHECK, MaskBuilder, MaskRequest, TokenMasks
 from moonpool.v1 import kv_pb2
 from tests.unit.engine.schemas import SCHEMAS, record
 
@@ -191,6 +194,23 @@ def test_a_sequence_that_may_skip_is_not_waited_for() -> None:
     a, b = (TOKENIZER.encode(text, add_special=False)[0] for text in "ab")
     assert allowed(found.masks[0]) == {a, b}
     late.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_slow_masks_wait_for_others_on_busy_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor_time, "QUICK_NS", 0)  # all but an answer's first one
+    own, had = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    @contextmanager
+    def aside() -> Iterator[None]:
+        had.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        yield
+
+    masks = MaskBuilder(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids, aside)
+    generate(masks, SamplingParams(response_format="regex", grammar="[ab]{4}!"))
+    masks.close()
+    assert had[0] == own
+    assert had[-1] == max(own, SLOW_NICE)
 
 
 def test_masks_that_take_too_much_processor_time_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,16 @@ def test_the_collector_looks_at_few_objects_at_once() -> None:
     """Each look holds the interpreter lock: a large answer's text is made of a million objects."""
     told = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=True).stdout.split()
     assert int(told[0]) > 20
-    assert int(told[1]) < 100_000
+    assert int(told[1]) < 20_000
+
+
+def test_threads_give_way_to_the_loop_soon() -> None:
+    before = sys.getswitchinterval()
+    try:
+        tuning.tune_threads()
+        assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_memory_is_handed_back_at_rest_and_after_a_load_only() -> None:
