@@ -13,8 +13,11 @@ GPU_PYTHON ?=
 # Tests at once, for two cores: many of them wait for processes that start, or for timers. A file's or folder's tests share stacks, so they stay together.
 TEST_PROCESSES ?= 3
 
+# What torch 2.11 for CUDA comes with.
+OLDEST_TRITON := 3.6.0
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak nightly dist release docs clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines kernels-oldest mutants check lint format protos bench clients load soak nightly dist release docs clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -102,6 +105,10 @@ test-engines: $(DEV_STAMP)  ## run real engines on the CPU behind a conductor (7
 		{ rm -rf .engines/sglang; echo "SGLang cannot be installed here: its tests are skipped"; }
 	$(BIN)/python -m pytest -rs -m engines tests/engines
 
+kernels-oldest: $(DEV_STAMP)  ## compile the GPU kernels with the oldest Triton that is supported, for GPUs that need not be there (half an hour)
+	@test -d .triton-oldest/triton || $(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-compile -q --target .triton-oldest triton==$(OLDEST_TRITON)
+	PYTHONPATH=.triton-oldest:. $(BIN)/python -m pytest -rs tests/unit/engine/kernels/test_triton/test_compile.py
+
 mutants: $(DEV_STAMP)  ## change the code place by place, and see whether tests notice (hours); MUTANTS=20 for fewer, SEED= for the same again
 	$(BIN)/python -m tools.mutants --count $(MUTANTS) $(if $(SEED),--seed $(SEED))
 
@@ -156,4 +163,4 @@ dist: $(DEV_STAMP)  ## build the wheels into dist/, with native code inside, and
 	$(BIN)/python -m tools.dist --try $(or $(MODEL),smollm2)
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .clients .engines .site site .nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .clients .engines .triton-oldest .site site .nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis

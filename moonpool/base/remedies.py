@@ -10,6 +10,7 @@ WORDS: Mapping[str, str] = {
     "which is not installed": "not-installed",
     "no C++ compiler found": "no-compiler",
     "others may write there, and what lies there is run": "kernels-folder",
+    "gives wrong results on this device": "wrong-kernel",
     "no network: ": "no-network",
     "the disk is full": "disk-full",
     "is not the file that it should be": "wrong-file",

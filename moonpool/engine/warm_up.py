@@ -1,24 +1,31 @@
 """Runs a stage's kernels once before the stage is ready, so that no request waits for a compiler. For devices only.
 
 A few steps take every variant of the kernels (`moonpool.engine.kernels.triton.variants`) and every way to sample; one
-has the most tokens. Then the decode graphs are captured, and the timings at start (`moonpool.engine.calibration`) are
-replays, as requests see them. Steps leave garbage in the pool's first blocks, which are unused yet.
+has the most tokens. Each kernel is compared with plain torch meanwhile (`moonpool.engine.kernels.self_check`). Then the
+decode graphs are captured, and the timings at start (`moonpool.engine.calibration`) are replays, as requests see them.
+Steps leave garbage in the pool's first blocks, which are unused yet.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import ScoredTokens, SequenceStep, Step
+from moonpool.engine.kernels.choice import READS_HOST, REPLACED
+from moonpool.engine.kernels.self_check import checking
 from moonpool.engine.kernels.triton.variants import BatchShape
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.sampling.random_sampler import compare as compare_sampling
 
+log = logging.getLogger(__name__)
 _PROMPT = 16
 """Tokens in the prompts whose next token is sampled."""
 _EVERY_WAY = SamplingParams(
@@ -46,11 +53,24 @@ def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say:
         graphs=None,
         prompt_graphs=None,
     )
-    steps = list(_steps(runner, max_num_batched_tokens, longest))
     copies = ((0, 1),) if runner.platform.memory.blocks > 1 else ()
-    for number, sequences in enumerate(steps, 1):
-        say(f"compiling kernels (step {number} of {len(steps)})")
-        quiet.run(Step(number, sequences, copies=copies))
+    with checking(runner.model.device) as check:
+        if runner.model.head is not None:
+            runner.platform.stream.run(partial(compare_sampling, check, runner.model.config.vocab_size))
+        known = -1
+        while known < len(check.found):  # once more with what takes the place of a wrong kernel
+            known = len(check.found)
+            steps = list(_steps(runner, max_num_batched_tokens, longest))
+            for number, sequences in enumerate(steps, 1):
+                say(f"compiling and checking kernels (step {number} of {len(steps)})")
+                check.next_step()
+                quiet.run(Step(number, sequences, copies=copies))
+            runner.platform.stream.record().wait()
+    if check.compared and runner.model.device.type == "cuda":
+        torch.cuda.empty_cache()  # graphs have memory of their own
+    if reading := REPLACED & READS_HOST:
+        log.warning("no CUDA graphs: in plain torch these read the host: %s", ", ".join(sorted(reading)))
+        runner.graphs = runner.prompt_graphs = None
     if runner.graphs is not None:
         runner.graphs.capture(runner.platform.stream, say)
     if runner.prompt_graphs is not None:

@@ -135,10 +135,13 @@ def import_libraries() -> None:
 
 def describe_compute(runner: "StageRunner") -> str:
     """Return what computes the stage's steps, for `WorkerReady`."""
+    from moonpool.engine.kernels.choice import REPLACED
+
     model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
     graphs += "" if runner.prompt_graphs is None else "; prompts as graphs of layers"
     layers = described_ways(model.not_native, model.layer_begin)
-    return f"{model.kernels}, {layers}{graphs}"
+    wrong = f" (but {', '.join(sorted(REPLACED))}: torch, as Triton is wrong here)" if REPLACED else ""
+    return f"{model.kernels}{wrong}, {layers}{graphs}"
 
 
 def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:

@@ -14,6 +14,7 @@ from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.kind import PLAIN, AttentionKind, HeadNorms
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
+from moonpool.engine.kernels.self_check import triton_ops
 
 __all__ = [
     "AttentionKind", "AttentionPlan", "HeadNorms", "copy_blocks", "make_plan", "norm_rope_write", "paged_attention",
@@ -82,10 +83,8 @@ def paged_attention(
     if name == "native" and native_head(kv) and kind.soft_cap is None:
         _native(q, kv, scales, block_tables, plan, scale, out, kind)
     elif name == "triton" and triton_head(kv, value_dim) and scale > 0.0:
-        from moonpool.engine.kernels.triton import ops
-
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
-        ops.prefill_attention(
+        triton_ops().prefill_attention(
             q, kv, scales, tables, query_start, context_lens, scale, out,
             kind=kind, max_context=plan.max_context, singles=plan.singles, deterministic=plan.deterministic,
         )  # fmt: skip
@@ -132,9 +131,7 @@ def write_kv(
     if native is not None and v is not None:
         native.write_kv(k, v, kv, scales, block_ids, offsets)
     elif chosen == "triton":
-        from moonpool.engine.kernels.triton import ops
-
-        ops.write_kv(k, v, kv, scales, block_ids, offsets)
+        triton_ops().write_kv(k, v, kv, scales, block_ids, offsets)
     else:
         reference.write_kv(k, v, kv, scales, block_ids, offsets)
 
@@ -177,9 +174,7 @@ def norm_rope_write(
         expect(name, tensor, (tokens,), torch.int64, qk.device)
     out = torch.empty((tokens, heads, head_dim), dtype=qk.dtype, device=qk.device)
     if choose("norm_rope_write", qk.device, qk.dtype) == "triton":
-        from moonpool.engine.kernels.triton import ops
-
-        ops.norm_rope_write(qk, v, out, norms, angles, kv, scales, block_ids, offsets)
+        triton_ops().norm_rope_write(qk, v, out, norms, angles, kv, scales, block_ids, offsets)
     else:
         reference.norm_rope_write(qk, v, out, norms, angles, kv, scales, block_ids, offsets)
     return out
@@ -205,9 +200,7 @@ def copy_blocks(pool: Tensor, source: Tensor, target: Tensor) -> None:
     if native is not None:
         native.copy_blocks(pool, source, target)
     elif name == "triton":
-        from moonpool.engine.kernels.triton import ops
-
-        ops.copy_blocks(pool, source, target)
+        triton_ops().copy_blocks(pool, source, target)
     else:
         reference.copy_blocks(pool, source, target)
 

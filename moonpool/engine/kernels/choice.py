@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -21,6 +23,10 @@ Name = Literal["reference", "torch", "native", "triton"]
 VARIABLE = "MOONPOOL_KERNELS"
 #: Element types that anything but the reference is for.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Operations of Triton that `moonpool.engine.kernels.self_check` found to be wrong on this process's device.
+REPLACED: set[str] = set()
+#: Those whose implementation in plain torch reads the host, so that CUDA graphs cannot have them.
+READS_HOST = frozenset({"attention", "expert_linear", "norm_rope_write", "recurrent", "write_kv"})
 #: Operations whose implementation in plain torch is for CPUs only.
 _TORCH_ON_CPU_ONLY = frozenset({"attention"})
 
@@ -31,7 +37,22 @@ def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
     Raises:
         ValueError: MOONPOOL_KERNELS has a wrong value, or asks for native kernels that are not available.
     """
-    return choose_by_wish(operation, device, dtype, os.environ.get(VARIABLE, ""))
+    name = choose_by_wish(operation, device, dtype, os.environ.get(VARIABLE, ""))
+    if name == "triton" and operation in REPLACED:
+        return "reference" if operation in _TORCH_ON_CPU_ONLY else "torch"
+    return name
+
+
+@contextmanager
+def replaced(operation: str) -> Iterator[None]:
+    """Let plain torch take the place of Triton for `operation` meanwhile."""
+    before = operation in REPLACED
+    REPLACED.add(operation)
+    try:
+        yield
+    finally:
+        if not before:
+            REPLACED.discard(operation)
 
 
 @functools.cache  # asked for every layer of every step; no input ever changes

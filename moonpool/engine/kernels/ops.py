@@ -16,6 +16,7 @@ from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.experts import ExpertMatrices
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.packed import PackedTensor
+from moonpool.engine.kernels.self_check import triton_ops
 
 __all__ = ["add_weighted", "expert_linear", "norm", "packed_linear", "rms_norm", "rope", "silu_mul"]
 
@@ -66,14 +67,13 @@ def norm(
     elif out.shape != x.shape or out.dtype != x.dtype:
         raise ValueError(f"out: must be {list(x.shape)} {x.dtype}, not {list(out.shape)} {out.dtype}")
     if choose("norm", x.device, x.dtype) == "triton":
-        from moonpool.engine.kernels.triton import ops
-
         rows = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 3:
             rows, result = rows.reshape(-1, 1, x.shape[-1]), out.view(-1, 1, x.shape[-1])
         else:
             result = out
-        ops.norm(rows, residual, weight, bias, eps, result, centred=centred, wide=wide)
+        added = None if residual is None else residual.view(rows.shape)
+        triton_ops().norm(rows, added, weight, bias, eps, result, centred=centred, wide=wide)
     else:
         reference.norm(x, residual, weight, bias, eps, out, centred=centred, wide=wide)
     return out
@@ -133,9 +133,7 @@ def packed_linear(
         expect("bias", bias, weight.shape[:1], x.dtype, x.device)
     out = _result(None, (x.shape[0], weight.shape[0]), x)
     if choose("packed_linear", x.device, x.dtype) == "triton":
-        from moonpool.engine.kernels.triton import ops
-
-        ops.packed_linear(x, weight, bias, out)
+        triton_ops().packed_linear(x, weight, bias, out)
     else:
         packed.packed_linear(x, weight, bias, out)
     return out
@@ -190,9 +188,7 @@ def add_weighted(
 
 def _of_experts(x: Tensor) -> Any:
     if choose("expert_linear", x.device, x.dtype) == "triton":
-        from moonpool.engine.kernels.triton import ops
-
-        return ops
+        return triton_ops()
     return reference
 
 
@@ -208,7 +204,5 @@ def _implementation(operation: str, x: Tensor) -> Any:
     if name == "native":
         return library.get()
     if name == "triton":
-        from moonpool.engine.kernels.triton import ops
-
-        return ops if hasattr(ops, operation) else torch_ops
+        return triton_ops()
     return reference if name == "reference" else torch_ops

@@ -31,6 +31,10 @@ from moonpool.engine.kernels.kind import PLAIN, AttentionKind, HeadNorms, first_
 QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
+_GATHERED_BYTES = 32 << 20
+"""Keys of some rows that `chosen_attention` holds at a time."""
+
+
 def decode_attention(
     q: Tensor,  # [S, heads, D], rows dense, stride(0) free
     kv: Tensor,
@@ -88,6 +92,32 @@ def prefill_attention(
             scores = torch.cat((scores, sinks), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., :context]
         out[begin:end] = torch.matmul(weights, values).transpose(0, 1).to(q.dtype)
+
+
+def chosen_attention(
+    q: Tensor,  # [R, heads, D]
+    kv: Tensor,  # one plane
+    scales: Tensor | None,
+    places: Tensor,  # [R, most] int32: block * block_size + slot of each key that a row sees
+    numbers: Tensor,  # [R] int32: how many a row sees, the first of its places
+    scale: float,
+    out: Tensor,  # [R, heads, fewer than D], contiguous
+    *,
+    deterministic: bool,
+) -> None:
+    """Write softmax(q k^T * scale) v for rows that see keys anywhere in the pool. Deterministic: each row alone."""
+    size, most = kv.shape[3], places.shape[1]
+    each = 1 if deterministic else max(1, _GATHERED_BYTES // (most * kv.shape[4] * 4))
+    for part in (slice(first, first + each) for first in range(0, len(q), each)):
+        tokens = places[part].long()
+        # Behind a row's number a place may be anything.
+        unused = torch.arange(most, device=q.device) >= numbers[part, None]
+        tokens.masked_fill_(unused, 0)
+        at = (tokens // size, 0, 0, tokens % size)
+        keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)  # [rows, most, D]
+        scores = torch.bmm(q[part].float(), keys.transpose(1, 2)).mul_(scale)
+        seen = torch.softmax(scores.masked_fill_(unused[:, None], -torch.inf), dim=-1)
+        out[part] = torch.bmm(seen, keys[..., : out.shape[2]]).to(q.dtype)
 
 
 def write_kv(

@@ -14,13 +14,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moonpool.engine.kernels import reference
 from moonpool.engine.kernels.attention import paged_attention, triton_head
 from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.reference import dequantize
+from moonpool.engine.kernels.self_check import triton_ops
 from moonpool.engine.kernels.to_device import send_to_device
 
 _TILE_BYTES = 32 << 20
-"""Scores of some rows, and gathered keys of some rows, that are held at a time."""
+"""Scores of some rows, or queries of some rows, that are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +111,8 @@ def chosen_attention(
         out[whole.rows] = paged_attention(
             q[whole.rows], kv, *tables, scale, scales=scales, deterministic=deterministic, value_dim=value_dim
         )
-    if choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0:
-        _by_triton(q, kv, scales, chosen, scale, out, deterministic=deterministic)
-    else:
-        _by_torch(q, kv, scales, chosen, scale, out, deterministic=deterministic)
-    return out
-
-
-def _by_triton(
-    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, deterministic: bool
-) -> None:
-    from moonpool.engine.kernels.triton import ops
-
+    by_triton = choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0
+    ops = triton_ops() if by_triton else reference
     each = max(1, _TILE_BYTES // (q.shape[1] * q.shape[2] * q.element_size()))
     for first in range(0, len(chosen.rows), each):
         part = slice(first, first + each)
@@ -129,22 +121,7 @@ def _by_triton(
         places = chosen.places[part]
         ops.chosen_attention(q[rows], kv, scales, places, numbers, scale, found, deterministic=deterministic)
         out[rows] = found
-
-
-def _by_torch(
-    q: Tensor, kv: Tensor, scales: Tensor | None, chosen: ChosenKeys, scale: float, out: Tensor, *, deterministic: bool
-) -> None:
-    size, most = kv.shape[3], chosen.places.shape[1]
-    each = 1 if deterministic else max(1, _TILE_BYTES // (most * kv.shape[4] * 4))
-    for first in range(0, len(chosen.rows), each):
-        part = slice(first, first + each)
-        rows, places = chosen.rows[part], chosen.places[part].long()
-        at = (places // size, 0, 0, places % size)
-        keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)  # [rows, topk, D]
-        scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).mul_(scale)
-        unused = torch.arange(most, device=q.device) >= chosen.numbers[part, None]
-        seen = torch.softmax(scores.masked_fill_(unused[:, None], -torch.inf), dim=-1)
-        out[rows] = torch.bmm(seen, keys[..., : out.shape[2]]).to(q.dtype)
+    return out
 
 
 def _groups(

@@ -12,8 +12,9 @@ triangular system each); Kimi Linear, 2025; Qin et al. 2024 (Lightning Attention
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from torch.nn import functional
 from moonpool.base.families.spec import RecurrentSpec
 from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.self_check import SelfCheck, allowed, running
 from moonpool.engine.kernels.triton import CHUNK
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.layers import Norm
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _FINE = 16
 """Tokens computed together where decays differ within a key: their products with each other are not one matrix."""
+_OFTEN_ROUNDED = 16
+"""Times what results of one product may be off: a convolution's rounding is a part of all states behind."""
 Angles = tuple[Tensor, Tensor]
 """RoPE's cos and signed sin, each [T, width]."""
 
@@ -178,6 +182,8 @@ class RecurrentWeights:
         are rotated. `deterministic`: every sequence by itself, so that the sequence's bits do not depend on others.
         """
         projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
+        if (check := running()) is not None and batch.block_size % CHUNK == 0 and check.due("recurrent", self.spec):
+            self._compare(check, projected, batch.block_size, pool, angles)
         by_triton = choose("recurrent", pool.device, projected.dtype) == "triton" and batch.block_size % CHUNK == 0
         captured, found = by_triton and batch.most_context is not None, list[Tensor]()
         for part in _parts(batch, captured=captured, alone=deterministic):
@@ -260,6 +266,42 @@ class RecurrentWeights:
                 found[span.begin : span.end] = result[0]
                 _store(pool, [span], states)
         return found
+
+    def _compare(self, check: SelfCheck, like: Tensor, size: int, pool: Tensor, angles: Angles | None) -> None:
+        """Compare Triton with torch on drawn rows and states, in the pool's first slots."""
+        if choose("recurrent", pool.device, like.dtype) != "triton":
+            return
+        sequences, used = list[tuple[bytes, int, Sequence[int]]](), 0
+        for rows, before in ((2 * CHUNK + 2, size - 10), (1, size - 1), (5, 12), (1, 0)):
+            table = range(used, used - (-(rows + before) // size))
+            if table.stop <= len(pool):
+                sequences.append((bytes(4 * rows), before, table))
+                used = table.stop
+        if not sequences:
+            return
+        batch, elements = PackedBatch.build(sequences, size, pool.device), self.spec.state_elements
+        [part] = _parts(batch, captured=False, alone=False)
+        turns = None
+        if angles is not None:
+            turned = check.draws.normal(like.new_empty(2, batch.num_tokens, angles[0].shape[1]))
+            turns = turned[0], turned[1]
+        inputs = _Inputs.of(
+            self, check.draws.normal(like.new_empty(batch.num_tokens, like.shape[1])), turns, deterministic=True
+        )
+        states = check.draws.normal(
+            like.new_empty(used, elements)
+        ).float()  # the convolution's inputs have the rows' type
+
+        def computed(mixed: Callable[..., Tensor], undo: StateUndo | None) -> list[Tensor]:
+            pool[:used, :elements] = states
+            found = mixed(inputs, part, batch, pool, undo)
+            return [found, pool[:used, :elements].clone()]
+
+        for undo in (None, StateUndo()):  # another kernel keeps the states before
+            check.compare(
+                "recurrent", f"{self.spec}, {like.dtype}", partial(computed, self._by_triton, undo),
+                partial(computed, self._by_torch, None), [allowed(like.dtype, _OFTEN_ROUNDED)] * 2,
+            )  # fmt: skip
 
     def _states(self, pool: Tensor, spans: Collection[StateSpan]) -> Tensor:
         """Return the states [spans, elements] before some spans, float32."""

@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.engine.kernels.choice import replaced
 from moonpool.engine.kernels.native import library
+from moonpool.engine.kernels.self_check import SelfCheck
 from moonpool.engine.kernels.to_device import send_to_device
 from moonpool.engine.sampling.filters import FILTERS
-from moonpool.engine.sampling.ops import RUN, running_sums, runs_of, triton_sampling
+from moonpool.engine.sampling.ops import RUN, keep_top_k, keep_top_p, running_sums, runs_of, triton_sampling
 
 LEAST_TEMPERATURE = 1e-5
 """Lower temperatures are greedy: dividing by them would overflow."""
@@ -156,6 +158,32 @@ def _sums_of_runs(runs: Tensor) -> Tensor:
         half = sums.shape[-1] // 2
         sums = sums[..., :half] + sums[..., half:]
     return sums[..., 0]
+
+
+def compare(check: SelfCheck, vocab: int) -> None:
+    """Compare Triton's weights, filters and draws with torch's, on drawn logits over a vocabulary."""
+    device = check.device
+    if triton_sampling(device) is None:
+        return
+    logits = check.draws.normal(torch.empty(4, vocab, device=device), 4.0)
+    scales, rows = torch.tensor([0.5, 1.0, 2.0, 4.0], device=device), torch.arange(4, device=device).repeat(4)
+    counts = torch.tensor([1.0, 5.0, 50.0, vocab], dtype=torch.float64, device=device)
+    shares = torch.tensor([0.5, 0.8, 0.9, 0.99], dtype=torch.float64, device=device)
+    numbers = torch.rand(len(rows), dtype=torch.float64, generator=check.draws.generator, device=device)
+
+    def drawn() -> list[Tensor]:
+        weights = weights_of(logits, scales)
+        few, most = weights.clone(), weights.clone()
+        keep_top_k(few, counts)
+        keep_top_p(most, shares)
+        return [weights, few, most, pick(weights, rows, numbers), pick(most, rows, numbers)]
+
+    def by_torch() -> list[Tensor]:
+        with replaced("sampling"):
+            return drawn()
+
+    close, equal = (1e-6, 1e-6), (1e-9, 0.0)
+    check.compare("sampling", f"{vocab} tokens", drawn, by_torch, [close] * 3 + [equal] * 2)
 
 
 def pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:

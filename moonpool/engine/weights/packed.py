@@ -17,9 +17,10 @@ from torch.nn import functional
 from moonpool.base.checkpoint.weight_formats import DEQUANTISED_OUTPUTS
 from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.arranged_weights import arrange_packed
-from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.choice import choose, replaced
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.kernels.packed import CHUNK, byte_codes, bytes_of_rows, float8_of, in_units, reads_bytes
+from moonpool.engine.kernels.self_check import SelfCheck, allowed, running
 from moonpool.engine.weights.linear import LinearMethod, LinearWeight, NativeMethod
 
 _SCALE_TYPES = (torch.float16, torch.float32)
@@ -233,7 +234,9 @@ class PackedMethod(LinearMethod):
 
     def product(self, x: Tensor) -> Tensor:
         weight = self._weight
-        if choose("linear", x.device, x.dtype) == "triton":
+        if (check := running()) is not None and check.due("packed_linear", (weight.shape, weight.bits, len(x) > 16)):
+            self._compare(check, check.draws.normal(x))
+        if choose("packed_linear", x.device, x.dtype) == "triton":
             return ops.packed_linear(x, weight, self._bias)
         rows = x.float()
         if not weight.floats:
@@ -245,6 +248,17 @@ class PackedMethod(LinearMethod):
             bias = None if self._bias is None else self._bias[outputs].float()
             parts.append(functional.linear(rows, weight.select(outputs).dequantise(), bias).to(self.dtype))
         return torch.cat(parts, dim=1)
+
+    def _compare(self, check: SelfCheck, x: Tensor) -> None:
+        if choose("packed_linear", x.device, x.dtype) != "triton":
+            return
+
+        def by_torch() -> list[Tensor]:
+            with replaced("packed_linear"):
+                return [self.product(x)]
+
+        shape = f"{len(x)} rows, {list(self._weight.shape)} in {self._weight.bits} bits, {self.dtype}"
+        check.compare("packed_linear", shape, lambda: [self.product(x)], by_torch, [allowed(self.dtype)])
 
     def dense(self) -> Tensor:
         return self._weight.dequantise().to(self.dtype)

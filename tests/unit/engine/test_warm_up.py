@@ -3,8 +3,10 @@
 import importlib.util
 import random
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,15 @@ from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.engine import run_mode
 from moonpool.engine.calibration import measure
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-from moonpool.engine.kernels.choice import VARIABLE
+from moonpool.engine.kernels import self_check
+from moonpool.engine.kernels.choice import REPLACED, VARIABLE
 from moonpool.engine.messages import StageDone
 from moonpool.engine.models import stage
 from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import PromptGraphs
 from moonpool.engine.warm_up import warm_up
+from tests.unit.engine.kernels.kernels_of_torch import Kernels
 from tests.unit.engine.stages import GREEDY, Stages
 from tools.compiled_kernels import HOPPER, caught
 
@@ -165,6 +169,7 @@ def test_no_step_launches_what_warm_up_did_not(
     blocks, tokens = 256, 512
     monkeypatch.setattr(stage, "limits_of", lambda _: HOPPER.limits)
     draw = random.Random(7)
+    monkeypatch.setattr(self_check, "largest_error", lambda *what: 0.0)  # no launch has results
     with caught(HOPPER.limits) as launched:
         stages = opened(checkpoint, StagedDevice(1), blocks, kv_dtype, 64)
         [runner] = stages.runners
@@ -188,6 +193,43 @@ def test_no_step_launches_what_warm_up_did_not(
         "_keep_leading",
     }
     assert sum(name == "attention" for name, *_ in taken) >= 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("name", "operation"), [("silu_mul", "silu_mul"), ("prefill_attention", "attention")])
+def test_a_kernel_that_is_wrong_is_found_and_answers_are_right(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, operation: str
+) -> None:
+    """On a device where Triton's kernels, which are torch's here, are right but for one."""
+
+    def answer(device: StagedDevice | None) -> list[tuple[int | None, ...]]:
+        layout = kv_layout(load_config(checkpoint), "float32", SIZE)
+        pool = KVPool.create(layout, 24, [(0, layout.layers)])
+        stages = Stages(checkpoint, pool, None) if device is None else opened(checkpoint, device, 24)
+        if device is not None:
+            warm_up(stages.runners[0], 64, 24 * SIZE, lambda what: None)
+            assert (stages.runners[0].graphs is None) == (operation == "attention"), "torch's reads the host"
+        table, tokens = (0, 1, 2), array("i", range(5, 45))
+        stages.run(Step(1, (SequenceStep(tokens.tobytes(), 0, table, GREEDY),)))
+        for token in (7, 8):
+            stages.run(Step(token, (SequenceStep(array("i", [token]).tobytes(), len(tokens), table, GREEDY),)))
+            tokens.append(token)
+        close(stages)
+        return [event.sampled for event in stages.events if isinstance(event, StageDone)]
+
+    right = answer(None)
+    REPLACED.add("sampling")  # Triton draws nothing here
+    try:
+        Kernels(monkeypatch).break_(name, behind=columns_swapped)
+        assert answer(StagedDevice(3)) == right
+        assert {"sampling", operation} == REPLACED
+    finally:
+        REPLACED.clear()
+    assert f"gives wrong results on this device: {name}," in caplog.text
+
+
+def columns_swapped(given: dict[str, Any]) -> None:
+    given["out"].copy_(given["out"].roll(1, -1).clone())
 
 
 def test_a_later_stage_warms_up_alone(checkpoint: Path) -> None:

@@ -110,7 +110,8 @@ def _latent_tile(dtype: torch.dtype, limits: Limits, *, few: bool, spare: bool) 
         return _LATENT_FLOAT32
     if few or limits.shared_bytes < _LATENT_SHARED:
         return _LATENT_TILES[0]
-    return _LATENT_OF_WARPGROUPS if limits.warpgroups and spare else _LATENT_TILES[1]
+    wide = limits.warpgroups and spare and not limits.narrow_latent
+    return _LATENT_OF_WARPGROUPS if wide else _LATENT_TILES[1]
 
 
 def tile_for(
@@ -188,6 +189,7 @@ class Limits:
     float8: bool = False  # converts float8_e4m3fn natively; elsewhere bits are moved
     warpgroups: bool = False  # multiplies by four warps together, from shared memory
     thirds: bool = False  # tensor cores multiply float32 in three parts, which keep the digits
+    narrow_latent: bool = False  # 64 rows over latent vectors give wrong results
 
 
 @cache
@@ -202,4 +204,18 @@ def limits_of(device: torch.device) -> Limits:
     shared = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
     capability = properties.major, properties.minor
     wide = {"float8": capability >= (8, 9), "warpgroups": properties.major == 9}
-    return Limits(processors, shared, thirds=capability >= (8, 0), **wide)
+    return Limits(processors, shared, thirds=capability >= (8, 0), narrow_latent=device in NARROWED, **wide)
+
+
+NARROWED: set[torch.device] = set()
+"""Devices on which 64 rows over latent vectors gave wrong results (`moonpool.engine.kernels.self_check`)."""
+
+
+def narrow_latent(device: torch.device) -> bool:
+    """Take the former tile over latent vectors on `device` from now on; returns whether that is another one."""
+    limits = limits_of(device)
+    if not limits.warpgroups or limits.narrow_latent:
+        return False
+    NARROWED.add(device)
+    limits_of.cache_clear()
+    return True

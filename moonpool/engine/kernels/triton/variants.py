@@ -21,6 +21,8 @@ WHOLE, PART, JOINED = 0, 1, 2
 
 #: Which sequences a launch is for: row s is sequence s's only one; those with one row; those with other than one row.
 ROW_EACH, SINGLES, MANY = 0, 1, 2
+#: Keys of a context that tell a right result from a wrong one.
+TELLING_KEYS = 100
 Variant = tuple[int, Tile, int]
 """Which sequences, their tile, and the split."""
 
@@ -104,16 +106,22 @@ class AttentionShape:
         return which, shape.tile, shape.split
 
     def batches(self, tokens: int, longest: int) -> list[BatchShape]:
-        """Return batches that take every variant, the cheapest of each; launches as of `prefill_attention`.
+        """Return batches that take every variant; launches as of `prefill_attention`.
+
+        Of each variant the cheapest whose sequences end within a tile, behind enough keys to tell a right result from a
+        wrong one (`moonpool.engine.kernels.self_check`).
 
         Args:
             tokens: Most rows of a batch.
             longest: Most tokens of a sequence.
         """
         found: dict[Variant, BatchShape] = {}
-        candidates = sorted(
-            _candidates(tokens, longest), key=lambda variant: (variant.tokens * variant.context, variant.tokens)
-        )
+        enough = EXACT_PART + 1 if self.deterministic else TELLING_KEYS
+
+        def cost(batch: BatchShape) -> tuple[bool, int, int]:
+            return batch.context < enough, batch.tokens * batch.context, batch.tokens
+
+        candidates = sorted(_candidates(tokens, longest), key=cost)
         for batch in candidates:
             found.setdefault(self.variant(SINGLES if batch.rows == 1 else MANY, batch), batch)
         return list(dict.fromkeys(found.values()))
@@ -122,7 +130,7 @@ class AttentionShape:
 def _candidates(tokens: int, longest: int) -> Iterator[BatchShape]:
     for count in _sizes(tokens):
         for rows in _sizes(min(tokens // count, longest)):
-            for context in _sizes(longest):
+            for context in sorted({*_sizes(longest), *(size - 3 for size in _sizes(longest))}):
                 if rows <= context:
                     yield BatchShape(count, rows, context)
 

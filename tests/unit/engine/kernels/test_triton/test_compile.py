@@ -40,6 +40,8 @@ FIRST, TEXT = next(iter(SHAPES)), PAGE.read_text(encoding="utf-8")
 WRITES = "python -m tools.gen_kernel_resources writes the page"
 GIVEN_UP = 8
 """Bytes of two registers, which the assembler keeps in memory of itself, for another program at once."""
+GIVEN_UP_BY_OTHERS = 32
+"""Of another Triton than the page's: with 3.6 a prompt's float8 KV on Ampere."""
 GIVEN_UP_BY_LATENT = 384
 """Of 64 rows over latent vectors, with Triton 3.9; with 3.6 and 3.7 none are, and 64 rows take half the time of 32."""
 
@@ -101,7 +103,9 @@ def _compare(gpu: Gpu, row: Row, taken: Resources | None, there: tuple[int, floa
     if taken is None or there is None:
         return
     same = f"Triton {importlib.metadata.version('triton')} " in TEXT
-    assert taken.stack_bytes <= _given_up(row[3]), f"{row} spills on {gpu.name}: {taken}"
+    assert taken.stack_bytes <= max(_given_up(row[3]), 0 if same else GIVEN_UP_BY_OTHERS), (
+        f"{row} on {gpu.name}: {taken}"
+    )
     assert taken.shared_bytes <= gpu.limits.shared_bytes, f"{row} does not fit on {gpu.name}: {taken}"
     assert taken.registers == pytest.approx(there[0], abs=24 if same else 96), (row, gpu.name)
     assert taken.shared_bytes / 1024 == pytest.approx(there[1], rel=0.1, abs=1), (row, gpu.name)

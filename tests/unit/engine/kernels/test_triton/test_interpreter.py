@@ -55,6 +55,7 @@ def test_in_the_interpreter() -> None:
             "cases_products.py",
             "cases_recurrent.py",
             "cases_sampling.py",
+            "cases_self_check.py",
         ],
         "not slow",
         **INTERPRETER,
@@ -64,4 +65,6 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_everything_in_the_interpreter() -> None:
-    run_cases(["cases_attention.py", "cases_products.py", "cases_recurrent.py"], "slow", **INTERPRETER)
+    run_cases(
+        ["cases_attention.py", "cases_products.py", "cases_recurrent.py", "cases_self_check.py"], "slow", **INTERPRETER
+    )
