@@ -68,7 +68,7 @@ def choose_keys(
         )  # fmt: skip
         _choose[(rows,)](
             sums, *lists, places, numbers, *numbers_of_lists, longest,
-            TOPK=places.shape[1], BLOCK_SIZE=block_size, LANES=_LANES, num_warps=8,
+            TOPK=places.shape[1], BLOCK_SIZE=block_size, LANES=_LANES, enable_fp_fusion=False, num_warps=8,
         )  # fmt: skip
 
 
