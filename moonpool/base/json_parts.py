@@ -10,6 +10,8 @@ from moonpool.base.errors import InvalidRequest
 
 UNCHECKED_BYTES = 64 << 10
 """Bodies up to this size are parsed without counting their parts first."""
+MAX_YAML_PARTS = 1 << 20
+"""Values of a YAML text, each counted as often as aliases and merges repeat it."""
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
@@ -28,16 +30,33 @@ def parse_yaml(text: str) -> Any:
     """Read YAML that somebody else has written; plain values only.
 
     Raises:
-        ValueError: the text is no YAML, has a date that is none, or is nested too deep.
+        ValueError: the text is no YAML, has a date that is none, is nested too deep, or has too many parts.
     """
     import yaml  # engine processes read none
 
     try:
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_parts(node, {}) > MAX_YAML_PARTS:
+            raise ValueError(f"has more than {MAX_YAML_PARTS} parts, or a part within itself")
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
     except RecursionError:
         raise ValueError("is nested too deep") from None
+
+
+def _num_parts(node: Any, counted: dict[int, int]) -> int:
+    """Count a YAML node and the nodes within; `counted` has those whose numbers are known, by identity."""
+    if (known := counted.get(id(node))) is not None:
+        return known
+    counted[id(node)] = MAX_YAML_PARTS + 1  # if it is met within itself
+    inner = node.value if isinstance(node.value, list) else ()
+    parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
+    counted[id(node)] = found = 1 + sum(_num_parts(part, counted) for part in parts)
+    return found
 
 
 class JsonPartCounts(NamedTuple):

@@ -1,0 +1,29 @@
+"""YAML from elsewhere: references that stand for more than they show."""
+
+import time
+
+import pytest
+
+from moonpool.base.json_parts import parse_yaml
+
+LAUGHS = ["a0: &a0 [x, x]", *(f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]" for at in range(1, 12))]
+MERGES = ["m0: &m0 {a: 1, b: 2}", *(f"m{at}: &m{at} {{<<: [{', '.join([f'*m{at - 1}'] * 99)}]}}" for at in range(1, 6))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n".join(LAUGHS), "\n".join(MERGES), "a: &a {b: *a}", "a: &a [[*a]]"],
+    ids=["laughs", "merges", "within itself", "within a list of itself"],
+)
+def test_what_references_would_make_is_bounded(text: str) -> None:
+    """An error that shows such a value would take all memory; merges are copies."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match="parts"):
+        parse_yaml(text)
+    assert time.process_time() - began < 5
+
+
+def test_plain_references_work() -> None:
+    text = "one: &one {a: 1}\ntwo: {<<: *one, b: 2}\nthree: [*one, *one]"
+    assert parse_yaml(text) == {"one": {"a": 1}, "two": {"a": 1, "b": 2}, "three": [{"a": 1}, {"a": 1}]}
+    assert parse_yaml("") is None
