@@ -1,6 +1,6 @@
 """Packed weights, and a file's own codes, through all services: answers are those of the dequantised weights.
 
-Cached or not, moved to a decode instance, swapped out after every token, read from the store, prefill in stages.
+Cached or not, moved to a decode instance, swapped out after each token, from the store; prefill in stages and ranks.
 """
 
 from collections.abc import Iterator
@@ -38,13 +38,16 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(each, marks=pytest.mark.slow) for each in (("int8", 1), ("int4", 2))), ("auto", 2)],
-    ids=lambda each: f"{each[0]}-stages{each[1]}",
+    params=[
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (("int8", 1, 1), ("int4", 2, 1), ("int4", 2, 2))),
+        ("auto", 2, 1),
+    ],
+    ids=lambda each: f"{each[0]}-stages{each[1]}-ranks{each[2]}",
 )
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    quantization, stages = request.param
+    quantization, stages, ranks = request.param
     folder = tmp_path_factory.mktemp("stack")
     if quantization == "auto":  # a file with codes
         checkpoint = write_gguf("llama", make_folder("llama", folder / "llama"), folder / "model.gguf", "Q4_0")
@@ -52,6 +55,7 @@ def served(
     plan = with_flags(plan, "decode", "--set", "preempt_every=1", "--set", "preemption=swap")
     for kind in ("prefill", "decode"):
         plan = with_flags(plan, kind, "--set", f"quantization={quantization}")
+    plan = with_flags(plan, "prefill", "--set", f"tensor_parallel_size={ranks}")
     reference = Reference(checkpoint)
     pack(reference.model, quantization)
     with CheckedStack(plan, invariants="decode") as stack, Client(stack.address) as client:

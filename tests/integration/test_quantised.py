@@ -56,17 +56,22 @@ def torch_kernels() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=QUANTISED)
+@pytest.fixture(
+    scope="module",
+    params=[*((name, (1, 1)) for name in QUANTISED), ("int8", (2, 2)), ("fp8", (2, 1))],
+    ids=lambda each: f"{each[0]}-ranks{each[1][0]}to{each[1][1]}",
+)
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_cache_dtype=request.param)
+    name, ranks = request.param
+    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_cache_dtype=name)
+    for kind, its in zip(("prefill", "decode"), ranks, strict=True):
+        plan = with_flags(plan, kind, "--set", f"tensor_parallel_size={its}")
     # A step is a token without guesses, so each token is a place of preemption.
     plan = with_flags(plan, "decode", "--speculative", "off", "--set", "preempt_every=1", "--set", "preemption=swap")
     with torch_kernels():
-        reference = Runner(
-            checkpoint, torch.float32, blocks=256, stored=kv_quantization.DTYPES[QUANTISED[request.param]]
-        )
+        reference = Runner(checkpoint, torch.float32, blocks=256, stored=kv_quantization.DTYPES[QUANTISED[name]])
     with CheckedStack(plan, invariants="decode") as stack, Client(stack.address) as client:
         yield Served(stack, client, reference)
 
