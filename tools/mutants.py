@@ -6,7 +6,8 @@ hangs. Each mutant is tried in a copy of the tree, so that child processes run i
 Mutants and their order follow from the seed.
 
 Only unit tests that run the changed line are tried. They come from files that import the module, directly or by way of
-other modules. The fewer modules lie between, and the more words the names share, the sooner a file is looked at. Later
+other modules. Files that import the module itself come first; then, the fewer modules lie between and the more words
+the names share, the sooner a file is looked at. Later
 files are looked at only if the tests of earlier ones pass, and once all mutants were
 tried with the first file. Each file runs once without a mutation; `tools.covered` notes which tests run which lines.
 A test that takes too long, or fails without a mutation, is left out. All runs are forks (`tools.preloaded`).
@@ -443,7 +444,12 @@ def _selection(files: Sequence[Source], importers: Mapping[str, set[str]], modul
     return [
         test.path
         for test in sorted(
-            tests, key=lambda test: (distance[test.module] - _common_words(test.module, module), test.path)
+            tests,
+            key=lambda test: (
+                distance[test.module] > 1,
+                distance[test.module] - _common_words(test.module, module),
+                test.path,
+            ),
         )
     ]
 
@@ -453,8 +459,15 @@ def _is_seen(source: Source) -> bool:
     return source.module.startswith("tests.unit.") and Path(source.path).name.startswith("test_")
 
 
-def _common_words(name: str, other: str) -> int:
-    return len(set(name.replace("_", ".").split(".")) & set(other.replace("_", ".").split(".")))
+def _common_words(test: str, module: str) -> int:
+    """Words that two names share; those of the module's own name count more than those of its packages."""
+    words, (packages, _, own) = _words(test), module.rpartition(".")
+    return len(words & _words(packages)) + 3 * len(words & _words(own))
+
+
+def _words(name: str) -> set[str]:
+    """Words in the singular."""
+    return {word.removesuffix("s") for word in name.replace("_", ".").split(".")}
 
 
 @dataclass(frozen=True)

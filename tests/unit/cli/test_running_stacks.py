@@ -211,8 +211,9 @@ def test_a_data_folder_is_held_against_stacks_whose_records_are_elsewhere(
     assert not list(state_folder().glob("*.json"))
     first.send_signal(signal.SIGTERM)
     assert first.wait(60) == 0
-    with recorded_stack(tmp_path / "data", "m"):
-        pass
+    for _ in range(2):
+        with recorded_stack(tmp_path / "data", "m"):
+            pass
 
 
 def test_a_data_folder_without_locks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,18 @@ async def test_nonsense_after_an_answer(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.records == []
 
 
+async def test_nonsense_within_an_answer_ends_the_connection() -> None:
+    holding = Holding(answer()[:2])
+    async with serving(AsyncClient(transport=holding)) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM)
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        writer.write(b"what\r\n\r\n")
+        assert b"HTTP/1.1" not in await reader.read()
+        await holding.call.ended.wait()
+        writer.close()
+
+
 async def test_what_comes_too_slowly_is_closed() -> None:
     """Nothing, half a head, half a head after a whole request, half a body."""
     async with serving(read_timeout_s=0.5) as (server, port):
@@ -161,6 +173,25 @@ async def test_a_connection_whose_request_is_answered_is_idle_again() -> None:
         await reader.readuntil(b"\r\n0\r\n\r\n")
         assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
         assert await reader.read() == b""
+        writer.close()
+
+
+async def test_no_connection_is_closed_as_idle_within_an_answer() -> None:
+    """The time of an idle connection ends with the next request."""
+    holding = HeldUntil(answer())
+    async with serving(AsyncClient(transport=holding)) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 ")
+        (connection,) = server.server_state.connections
+        assert isinstance(connection, HttpConnection)
+        while connection.timeout_keep_alive_task is None:  # noqa: ASYNC110  # turns of the event loop
+            await asyncio.sleep(0)
+        writer.write(CHAT)
+        await holding.begun.wait()
+        assert connection.timeout_keep_alive_task is None
+        holding.go.set()
+        await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
         writer.close()
 
 

@@ -67,7 +67,12 @@ async def test_answers_of_each_prompt() -> None:
 
     async with answering(FakeConductor(two)) as gateway:
         choices = (await gateway.plain(prompt=["10", "20"], n=2)).json()["choices"]
+        streamed = events((await gateway.plain(prompt=["10", "20"], n=2, stream=True)).text)
     assert [choice["text"] for choice in choices] == ["10 ", "11 ", "20 ", "21 "]
+    texts = [""] * 4
+    for event in streamed:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == ["10 ", "11 ", "20 ", "21 "]
 
 
 async def test_one_that_is_refused_refuses_all() -> None:

@@ -159,6 +159,11 @@ async def test_tokens_of_pictures_are_counted_as_the_conductor_makes_them(folder
         assert counted.json()["input_tokens"] == len(right)
         body = chat_of(image(data_url(content)), text)
         assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == right.tolist()
+    short = FakeConductor()
+    async with answering(short, texts, model=str(folder)) as gateway:
+        short.state.model.max_tokens = len(right) - 1
+        refused = await gateway.http.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
 
 async def test_tokens_of_pictures_are_refused_where_there_are_none(gateway: Answers) -> None:

@@ -134,10 +134,14 @@ def test_tests_that_speak_to_a_module_come_first() -> None:
         Source("tests/unit/base/kv/test_lease.py", "from moonpool.base.kv.lease import Lease\n"),
         Source("tests/unit/base/kv/test_store.py", "from moonpool.base.kv import store\n"),
         Source("tests/unit/test_far.py", "from .helpers import f\n"),
+        Source("tests/unit/rpc/test_leases.py", "from moonpool.base.kv.lease import Lease\n"),
+        Source("tests/unit/base/kv/test_kept.py", "from moonpool.base.kv.lease import Lease\n"),
         Source("tests/unit/test_other.py", "from moonpool.base.kv import other\n"),
     ]
     assert selections(files, ["moonpool.base.kv.lease"])["moonpool.base.kv.lease"] == [
         "tests/unit/base/kv/test_lease.py",
+        "tests/unit/rpc/test_leases.py",
+        "tests/unit/base/kv/test_kept.py",
         "tests/unit/base/kv/test_store.py",
         "tests/unit/test_far.py",
     ]

@@ -113,6 +113,11 @@ def test_wrong_places_are_refused(media: list[MediaItem], why: str) -> None:
     assert error.value.field == "sequence.media"
 
 
+def test_pictures_may_fill_a_prompt_and_touch_each_other() -> None:
+    media = [MediaItem(0, 3, bytes(32)), MediaItem(3, 8, bytes(32))]
+    assert list(media_from_proto(media_to_proto(media), "sequence.media", 8)) == media
+
+
 def test_pictures_travel_with_or_without_their_files() -> None:
     media = (cat(1, 3), cat(5, 6, b"dog"))
     assert [item.content for item in media_from_proto(media_to_proto(media), "m", 9)] == [b"cat", b"dog"]

@@ -64,10 +64,10 @@ def test_an_event_that_was_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_a_journal_that_can_be_read(tmp_path: Path) -> None:
-    """Also one that had no event yet, and closed nothing."""
-    writer = JournalWriter(tmp_path, "a", 1 << 20)
+    """Also one that had no event yet, and closed nothing; in a folder that it made."""
+    writer = JournalWriter(tmp_path / "new", "a", 1 << 20)
     writer.before(Timers())
-    core, entries = read_journal(tmp_path / "a.0")
+    core, entries = read_journal(tmp_path / "new" / "a.0")
     assert isinstance(core, Timers)
     assert list(entries) == []
     writer.close()

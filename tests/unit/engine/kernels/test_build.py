@@ -288,6 +288,14 @@ def test_tiles_need_permission(missing: str, permitted: bool, target: str, monke
     assert build.TARGETS["avx512-bf16"][0] <= build.processor_flags()
 
 
+def test_features_are_those_that_linux_lists() -> None:
+    architecture = build.ARCHITECTURES.get(platform.machine())
+    if architecture is None:
+        pytest.skip("an architecture without kernels")
+    listed = {"x86_64": {"fpu", "tsc"}, "aarch64": {"fp"}}[platform.machine()]
+    assert listed | architecture.always <= build.listed_flags()
+
+
 def test_a_kernel_without_tiles_refuses() -> None:
     assert build.tiles_permitted() == ("amx_tile" in build.listed_flags())
 

@@ -121,6 +121,7 @@ async def test_an_engine_that_cannot_be_is_not_there(facts: Mapping[str, Any]) -
     "load", [(10**12, 0, 0.0), (0, -1, 0.0), (0, 0, float("nan")), (0, 0, float("inf")), (0, 0, 0.0, 1 << 40)]
 )
 async def test_a_load_that_cannot_be_is_a_missed_look(load: Any) -> None:
+    assert await CheckedClient(Liar(), VOCAB).load() == (await Liar().load())
     with pytest.raises(Unavailable, match="the engine tells a"):
         await CheckedClient(Liar(load=EngineLoad(*load)), VOCAB).load()
 
