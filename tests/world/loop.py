@@ -180,6 +180,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def sock_accept(self, sock: Any) -> Any:
         return await sock.accept()
 
+    def remove_reader(self, fd: Any) -> bool:
+        """Nobody reads by a callback: a connection that comes stays with the listener until it is accepted."""
+        return False
+
     async def sock_connect(self, sock: Any, address: Any) -> None:
         await sock.connect(address)
 

@@ -17,6 +17,7 @@ from moonpool.base.config import ServiceConfig
 from moonpool.base.errors import MoonpoolError, PermissionDenied, StreamBroken
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
+from moonpool.base.transport.async_utils import accept, close_if_cancelled
 from moonpool.base.transport.base import (
     ConnectionEnd,
     ListenOptions,
@@ -91,10 +92,9 @@ class TransportListener:
 
     async def _accept(self, listener: socket.socket, transport: Transport) -> None:
         listener.setblocking(False)
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, _ = await accept(listener)
             except OSError as error:
                 log.warning("a connection could not be accepted", transport=transport.name, error=str(error))
                 await asyncio.sleep(PAUSE_S)
@@ -102,7 +102,7 @@ class TransportListener:
             if len(self._tasks) > MAX_HANDSHAKES:
                 sock.close()
             else:
-                self._spawn(self._handshake(sock, transport))
+                close_if_cancelled(self._spawn(self._handshake(sock, transport)), sock)
 
     async def _handshake(self, raw: socket.socket, transport: Transport) -> None:
         """Hand a connection to the stream with the shown token, or close the connection."""
@@ -153,10 +153,11 @@ class TransportListener:
             for fd in fds:
                 os.close(fd)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+        return task
 
     def offer(
         self, hello: kv_pb2.StreamHello, attach: Callable[[ConnectionEnd], None], *, one_shot: bool = False

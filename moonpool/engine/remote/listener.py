@@ -11,6 +11,7 @@ from moonpool.base.config import format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, Mismatch, MoonpoolError
 from moonpool.base.rpc.tls import NAME, Security
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.transport.async_utils import accept, close_if_cancelled
 from moonpool.engine.channel import ChannelClosed
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.remote.link import SILENCE_S, StageLink
@@ -120,10 +121,9 @@ class StagesListener:
         return rank in self._joined and not self._joined[rank].ended()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, address = await loop.sock_accept(listener)
+                sock, address = await accept(listener)
             except OSError as error:
                 log.warning("a stage could not be accepted", error=str(error))
                 await asyncio.sleep(_PAUSE_S)
@@ -131,7 +131,7 @@ class StagesListener:
             if len(self._tasks) > MAX_JOINING:
                 sock.close()
             else:
-                self._spawn(self._join(sock, format_address(*address[:2])))
+                close_if_cancelled(self._spawn(self._join(sock, format_address(*address[:2]))), sock)
 
     async def _join(self, sock: socket.socket, peer: str) -> None:
         """Let a stage in, or refuse the peer by name."""
@@ -177,7 +177,8 @@ class StagesListener:
         log.info("a stage has joined", node_rank=rank, peer=link.peer)
         self._changed.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -155,19 +155,21 @@ async def joined_by_hand(
     """An engine whose second stage is the test itself."""
     async with stages_listener(silence_s=silence_s) as listener, asyncio.timeout(WAIT_S):
 
-        async def be_a_stage() -> tuple[StageLink, StageSpec]:
+        async def be_a_stage() -> tuple[StageLink, StageSpec, asyncio.Task[Any]]:
             while True:
                 with contextlib.suppress(Unavailable):
                     link, number = await join(place(listener.address, checkpoint), None, silence_s=30)
                     assert number == 1
                     work = await link.receive()
                     link.send(WorkerReady(0.0, 0, Footprint(4, 3, 2, 1, 0), "nothing"))
-                    return link, work
+                    return link, work, asyncio.create_task(link.receive())
                 await asyncio.sleep(0.05)
 
         stage = asyncio.create_task(be_a_stage())
         async with leading(spec(checkpoint), listener, worker_module=FAKE) as engine:
-            link, work = await stage
+            link, work, answering = await stage
+            answering.cancel()  # it has answered pings while the leader's own stage started
+            await asyncio.wait([answering])
             yield engine, link, work
             link.close("over")
 

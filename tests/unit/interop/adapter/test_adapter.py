@@ -364,7 +364,11 @@ async def test_deleted_kv_is_not_found_again(tmp_path: Path) -> None:
         await running.client.delete_kv(tenants=[""])
         result = await running.client.generate(token_ids=prompt, sampling=sampling)
         assert (result.usage.cached_tokens, engine.hits[-1]) == (0, 0)
-        assert engine.requests[-1]["cache_salt"] != engine.requests[0].get("cache_salt")
+        salt = engine.requests[-1]["cache_salt"]
+        assert salt != engine.requests[0].get("cache_salt")
+        keys = block_keys(bytes.fromhex(salt.split(":")[1]), prompt, BLOCK_SIZE)
+        index = running.servicer.core.cluster.index
+        await running.until(lambda: index.holds("one-prefill", keys[2]))  # the engine's events may be on the way
         again = await running.client.generate(token_ids=prompt, sampling=sampling)
         assert engine.hits[-1] == 3
         assert again.usage.cached_tokens == 3 * BLOCK_SIZE
