@@ -160,6 +160,8 @@ class ClientSpeeds:
         self._figures[f"TTFT {length} 90 % cached, ms"] = round(statistics.median(turn.ttft_ms for turn in cached), 2)
         reused, block = min(turn.cached for turn in cached), self._stack.plan.block_size
         self._figures[f"reused of {length} 90 % cached, tokens"] = reused
+        for name, turns in (("cold", cold), ("90 % cached", cached)):
+            self._figures[f"TTFT {length} {name}, in parts"] = parts_of_ttft(turns)
         self._figures[f"at rest after {length}, ms at most"] = round(1e3 * max(written), 1)
         print(f"{self.doing}: cold {_list(cold)}; cached {_list(cached)}, by {', '.join(sorted(by))}", file=sys.stderr)
         expect(reused >= kept // block * block, f"only {reused} tokens were reused of {kept} of which KV was there")
@@ -249,6 +251,18 @@ class ClientSpeeds:
             warning = f"running streams stood still for {ratio:.1f} times their time per token, wanted {LOUD:g} at most"
             self._figures[f"WARNING, {name}"] = warning
             print(f"WARNING, {name}: {warning}", file=sys.stderr)
+
+
+def parts_of_ttft(answers: Sequence[Answer]) -> str:
+    """Return the medians of what times to the first token consist of, for people."""
+    timed = [(answer.ttft_ms, answer.result.timing) for answer in answers if answer.result is not None]
+    parts = {
+        "waiting for prefill": [1e3 * timing.queue_s for _, timing in timed],
+        "prefill": [1e3 * timing.prefill_s for _, timing in timed],
+        "other services": [1e3 * (timing.ttft_s - timing.queue_s - timing.prefill_s) for _, timing in timed],
+        "client": [ttft_ms - 1e3 * timing.ttft_s for ttft_ms, timing in timed],
+    }
+    return ", ".join(f"{name} {statistics.median(values):.1f}" for name, values in parts.items()) + " ms"
 
 
 def _list(answers: Sequence[Answer]) -> str:

@@ -25,6 +25,8 @@ LAST = 4.0
 _SEED = 1
 _MOST_SCORES = 1 << 27
 """Query heads times keys of a batch that is drawn: more take time and memory."""
+_MOST_NUMBERS = 1 << 26
+"""Of an argument that is drawn; smaller batches take the same kernels."""
 _CHOSEN_ROWS, _COPIED = 256, 8
 _NUMBERS = frozenset({"x", "residual", "q", "k", "v", "qk", "gate_up", "results", "cos", "sin"})
 
@@ -53,6 +55,8 @@ class SeededDraws:
 
 def drawn(draws: SeededDraws, name: str, given: Mapping[str, Any]) -> Arguments | None:
     """Return arguments for the operation `name` as those `given`; None: the batch is too large."""
+    if any(value.numel() > _MOST_NUMBERS for key, value in given.items() if key in _NUMBERS and value is not None):
+        return None
     found = {
         key: draws.normal(value) if key in _NUMBERS and value is not None else value for key, value in given.items()
     }

@@ -110,9 +110,8 @@ def chosen_attention(
     each = 1 if deterministic else max(1, _GATHERED_BYTES // (most * kv.shape[4] * 4))
     for part in (slice(first, first + each) for first in range(0, len(q), each)):
         tokens = places[part].long()
-        # Behind a row's number a place may be anything.
         unused = torch.arange(most, device=q.device) >= numbers[part, None]
-        tokens.masked_fill_(unused, 0)
+        tokens = torch.where(unused, tokens[:, :1], tokens)  # another place may hold what is no number
         at = (tokens // size, 0, 0, tokens % size)
         keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)  # [rows, most, D]
         scores = torch.bmm(q[part].float(), keys.transpose(1, 2)).mul_(scale)

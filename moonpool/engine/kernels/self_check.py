@@ -137,20 +137,25 @@ class SelfCheck:
             limits: errors that each result may have, as for `largest_error`.
             another: lets `kernel` be another one from now on; returns whether there is another.
         """
+        expected = right()
+        error = self._error(kernel, expected, limits)
+        self.compared.append((operation, error))
+        if error <= 1:
+            return
+        instead = "plain torch takes its place, and is slower"
+        if another is not None and another() and self._error(kernel, expected, limits) <= 1:
+            instead = "a smaller tile takes its place"
+        else:
+            REPLACED.add(_CHOICES.get(operation, operation))
+        self._tell(operation, shape, error, instead)
+
+    @contextmanager
+    def room(self, operation: str) -> Iterator[None]:
+        """Draw and compare within: what there is no memory for is left, and a warning tells."""
         try:
-            expected = right()
-            error = self._error(kernel, expected, limits)
-            self.compared.append((operation, error))
-            if error <= 1:
-                return
-            instead = "plain torch takes its place, and is slower"
-            if another is not None and another() and self._error(kernel, expected, limits) <= 1:
-                instead = "a smaller tile takes its place"
-            else:
-                REPLACED.add(_CHOICES.get(operation, operation))
-            self._tell(operation, shape, error, instead)
+            yield
         except torch.OutOfMemoryError:
-            log.warning("%s was not compared with plain torch: there is no memory for that (%s)", operation, shape)
+            log.warning("%s was not compared with plain torch: there is no memory for that", operation)
 
     def _error(
         self, kernel: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor], limits: Sequence[tuple[float, float]]
@@ -184,9 +189,10 @@ class _CheckedOps:
         bound.apply_defaults()
         given = dict(bound.arguments)
         if self._check.due(name, _shape(given)):
-            own = drawn(self._check.draws, name, given)
-            if own is not None:
-                self._compare(name, kernel, own)
+            with self._check.room(name):
+                own = drawn(self._check.draws, name, given)
+                if own is not None:
+                    self._compare(name, kernel, own)
         replaced = _CHOICES.get(name, name) in REPLACED
         (_reference(name) if replaced else kernel)(**given)
 

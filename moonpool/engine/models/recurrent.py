@@ -183,7 +183,8 @@ class RecurrentWeights:
         """
         projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
         if (check := running()) is not None and batch.block_size % CHUNK == 0 and check.due("recurrent", self.spec):
-            self._compare(check, projected, batch.block_size, pool, angles)
+            with check.room("recurrent"):
+                self._compare(check, projected, batch.block_size, pool, angles)
         by_triton = choose("recurrent", pool.device, projected.dtype) == "triton" and batch.block_size % CHUNK == 0
         captured, found = by_triton and batch.most_context is not None, list[Tensor]()
         for part in _parts(batch, captured=captured, alone=deterministic):

@@ -235,7 +235,8 @@ class PackedMethod(LinearMethod):
     def product(self, x: Tensor) -> Tensor:
         weight = self._weight
         if (check := running()) is not None and check.due("packed_linear", (weight.shape, weight.bits, len(x) > 16)):
-            self._compare(check, check.draws.normal(x))
+            with check.room("packed_linear"):
+                self._compare(check, check.draws.normal(x))
         if choose("packed_linear", x.device, x.dtype) == "triton":
             return ops.packed_linear(x, weight, self._bias)
         rows = x.float()

@@ -25,6 +25,7 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+from moonpool.engine.kernels.choice import REPLACED
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent, StageTokens
 from moonpool.engine.model_runner import StageRunner
@@ -41,6 +42,7 @@ from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import PromptGraphs
+from moonpool.engine.warm_up import warm_up
 from tests.layouts import one_tensor
 from tests.unit.engine.models.several_shapes import with_repeated_heads
 
@@ -184,9 +186,10 @@ def rig(
     if graphs and device is not None:
         cache = GraphCache(BLOCKS * SIZE, most_rows=4)
         tested.runner.graphs = DecodeGraphs(device, model, place.memory, cache, BLOCKS * SIZE)
-        tested.runner.graphs.capture(device.compute, lambda what: None)
         tested.runner.prompt_graphs = PromptGraphs(device, model, place.memory, BLOCKS * SIZE, 64)
-        tested.runner.prompt_graphs.capture(device.compute, lambda what: None)
+        warm_up(tested.runner, 64, BLOCKS * SIZE, lambda what: None)  # as a service starts: kernels are compared
+        assert not REPLACED
+        assert tested.runner.prompt_graphs is not None
         tested.not_captured = cache.stopped, tested.runner.prompt_graphs.not_captured
     yield tested
     tested.runner.close()

@@ -112,3 +112,18 @@ def test_attention_is_that_over_the_chosen_keys(stored: torch.dtype | None, *, d
             keys = keys[best(index.weights[row].double() @ scores)]
         wanted = torch.softmax(latent.q[row].double() @ keys.T * 0.2, -1) @ keys[:, :32]
         assert torch.allclose(out[row].double(), wanted, atol=2e-6), row
+
+
+def test_behind_a_rows_keys_nothing_is_read() -> None:
+    """Not even where other blocks, never written, hold what is no number."""
+    drawn = torch.Generator().manual_seed(4)
+    kv = torch.full((3, 1, 1, BLOCK, WIDTH), torch.nan)
+    kv[2] = torch.randn(kv[2].shape, generator=drawn)
+    q, places = torch.randn(2, HEADS, WIDTH, generator=drawn), torch.tensor([[35, 37, 0], [33, 40, 41]])
+    found = []
+    for width in (3, 2):
+        numbers = torch.tensor([2, width], dtype=torch.int32)
+        chosen = ChosenKeys(torch.arange(2), places[:, :width].int(), numbers, None)
+        found.append(chosen_attention(q, kv, None, chosen, 0.3, WIDTH - 8, deterministic=False))
+    assert torch.isfinite(found[0]).all()
+    torch.testing.assert_close(found[0][0], found[1][0])

@@ -18,9 +18,9 @@ from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.cli.stack import StackPlan
-from moonpool.client import TokenEvent
+from moonpool.client import Timing, TokenEvent
 from moonpool.engine.models.random_checkpoint import SHAPES
-from tools.gpu_check.client_speeds import LARGE_SIZES, SIZES, TINY_SIZES, Sizes
+from tools.gpu_check.client_speeds import LARGE_SIZES, SIZES, TINY_SIZES, Sizes, parts_of_ttft
 from tools.gpu_check.serving import (
     LARGE,
     SMALL,
@@ -120,6 +120,16 @@ def test_gaps_are_those_that_overlap_a_span() -> None:
     assert max(answer.gaps(0.0, 9.0)) == pytest.approx(0.5)
     assert answer.gaps(1.65, 9.0) == [pytest.approx(0.1)]
     assert (answer.tokens_between(1.1, 1.6), answer.tokens_between(0.0, 9.0)) == (2, 5)
+
+
+def test_a_time_to_the_first_token_is_told_in_parts() -> None:
+    """Those that the conductor measured, and what is left for the way to the client."""
+    answers = []
+    for queue_s in (0.001, 0.002, 0.090):
+        result: Any = SimpleNamespace(timing=Timing(ttft_s=0.1, queue_s=queue_s, prefill_s=0.08 - queue_s))
+        answers.append(Answer(sent=1.0, times=[1.13], result=result))
+    parts = "waiting for prefill 2.0, prefill 78.0, other services 20.0, client 30.0 ms"
+    assert parts_of_ttft(answers) == parts
 
 
 def answer_of(tokens: Sequence[int], gap: float = 2.0) -> Answer:

@@ -28,6 +28,15 @@ def test_decode_and_prefill_agree_to_the_bit_when_deterministic() -> None:
         assert torch.equal(out[0], whole[row])
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_vectors_of_deepseek(heads: int) -> None:
+    """With 128 heads, on Hopper by tiles of 64 rows: in one part, in several, and of a prompt."""
+    sizes = {"kv_heads": 1, "group": heads, "head_dim": 576, "rest": 64, "block_size": 64, "dtype": torch.bfloat16}
+    for sequences in ([(1, 200), (1, 64)], [(1, 5000), (1, 700), (1, 1)], [(90, 700), (1, 300), (33, 33)]):
+        case = make(sequences, **sizes)  # type: ignore[arg-type]
+        case.check(case.prefill())
+
+
 def test_a_graph_is_replayed_with_other_contents() -> None:
     case = make([(1, 700), (1, 90)], dtype=torch.bfloat16, head_dim=128, block_size=64)
     out = torch.full_like(case.q, torch.nan)
