@@ -119,7 +119,7 @@ async def test_connections_beyond_the_bound_are_closed_and_make_room_when_others
         async with asyncio.timeout(DEADLINE_S):
             for _ in range(3):
                 reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-                writer.write(PREFACE + frame(SETTINGS, 0, 0))
+                writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
                 assert await reader.read(1), "closed"
                 begun.append(writer)
             with pytest.raises(Unavailable):
@@ -150,8 +150,12 @@ async def test_two_ports_share_half_of_the_descriptors(tmp_path: Path, monkeypat
                 writer.close()
 
 
-@pytest.mark.parametrize("said", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "said", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n", PREFACE + frame(SETTINGS, 0, 0)],
+    ids=["silent", "a part", "another protocol", "settings unconfirmed"],
+)  # fmt: skip
 async def test_a_connection_that_never_begins_is_closed(said: bytes) -> None:
+    """Also one that leaves the server's settings unconfirmed: gRPC bounds a call's metadata only once they are."""
     async with serving("127.0.0.1:0", [], grace_s=0, limits=CallLimits(handshake_s=0.2)) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         writer.write(said)
