@@ -263,14 +263,14 @@ class ServiceProcess:
 
 
 def _open_log(log_path: Path) -> BinaryIO:
-    """The log, open for appending.
+    """The log, open for appending; others on this machine do not read it, as reasons quote requests.
 
     Raises:
         ConfigError: naming `data_dir`.
     """
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        return log_path.open("ab")
+        return os.fdopen(os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
     except OSError as error:
         raise ConfigError("data_dir", f"{log_path} cannot be written: {error.strerror}") from error
 

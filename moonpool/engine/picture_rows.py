@@ -236,8 +236,10 @@ class PictureStores:
             self.stored_pictures += 1
         except MoonpoolError as error:
             self.dropped_pictures += 1
-            if not isinstance(error, InvalidRequest):  # that is about this picture, as too large for the share
-                self._writers.pause(store, world.monotonic() + PAUSE_S)
+            if isinstance(error, InvalidRequest):  # that is about this picture, as too large for the share
+                log.info("rows of a picture are not stored", store=store.id, reason=str(error))
+                return
+            self._writers.pause(store, world.monotonic() + PAUSE_S)
             log.warning("rows of a picture cannot be stored", store=store.id, reason=str(error))
         except Exception:
             # A defect here costs stored rows, not the engine that serves requests.

@@ -51,7 +51,8 @@ def resolve(model: str) -> Path:
         check_files(path)
         return _in_folder(path.resolve())
     if path.exists():
-        check_file(path)
+        for file in (path, *path.parent.glob(f"*{GGUF_SUFFIX}")):  # parts, and what encodes pictures
+            check_file(file)
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
         if is_mmproj(path):

@@ -21,7 +21,8 @@ class CallLimits:
         streams: long-lived calls on which the peer may send many messages.
         connection_calls: of one connection, also those that the peer has reset and gRPC has not handed over yet. Beyond
             them gRPC refuses.
-        handshake_s: seconds in which a new connection must have said what HTTP/2 and TLS begin with.
+        handshake_s: seconds in which a new connection must have said what HTTP/2 and TLS begin with, and then those in
+            which it must have confirmed the server's settings.
         connections: open connections of a port; further ones are closed. None = all ports of a server together have
             half of the files that this process may have open: a service keeps descriptors for files and connections.
     """

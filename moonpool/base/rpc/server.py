@@ -157,6 +157,8 @@ async def serving(
         *_OPTIONS,
         ("grpc.max_concurrent_streams", limits.connection_calls),
         ("grpc.server_handshake_timeout_ms", round(1e3 * limits.handshake_s)),
+        # Until a peer confirms the server's settings, gRPC lets each call have 16 MiB of metadata.
+        ("grpc.http2.settings_timeout", round(1e3 * limits.handshake_s)),
         ("grpc.max_allowed_incoming_connections", limits.connections or max(1, open_files_limit() // (2 * ports))),
     ]
     peers = PeerCalls(limits)

@@ -70,7 +70,7 @@ class EngineHttp:
         """The JSON at a path; raises Unavailable."""
         try:
             return msgspec.json.decode(await self.get(path))
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise self.lost(error) from error
 
     async def posted(self, path: str) -> bool:
@@ -124,7 +124,7 @@ class EngineHttp:
         try:
             error = msgspec.json.decode(content)["error"]
             told = str(error["message"] if isinstance(error, Mapping) else error)
-        except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             told = content.decode(errors="replace")
         if 400 <= status < 500 and status not in (408, 429):
             return InvalidRequest("sequence", f"{self.name} refuses it: {told[:REASON_CHARS]}")

@@ -185,7 +185,7 @@ class AdapterServicer:
             raise TransferFailed(f"there is no transfer {target.transfer_id} here (any more)")
         try:
             transfers = [msgspec.json.decode(transfer, type=dict[str, Any]) for transfer in request.transfers]
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest("transfers", str(error)) from error
         if len(transfers) != live.width:
             raise InvalidRequest("transfers", f"{live.width} answers are wanted, each has one")

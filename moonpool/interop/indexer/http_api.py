@@ -102,7 +102,8 @@ def _guard(api_key: str) -> Any:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if api_key and request.path != "/health" and not hmac.compare_digest(shown.encode(), api_key.encode()):
+        given = shown.encode(errors="surrogateescape")  # a head may have any bytes
+        if api_key and request.path != "/health" and not hmac.compare_digest(given, api_key.encode()):
             return web.json_response({"error": "a key is needed: Authorization: Bearer KEY"}, status=401)
         try:
             return await handler(request)
@@ -213,7 +214,7 @@ class _Routes:
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError, web.RequestPayloadError) as error:  # also text that is no UTF-8
         raise InvalidRequest("body", str(error)) from error
 
 

@@ -6,6 +6,8 @@ The events are those of vLLM: maps since 2026, arrays before. SGLang sends the s
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.frozen import frozen
 
@@ -84,6 +86,19 @@ class EventBatch:
 
     time: float
     events: tuple[EngineEvent, ...]
+
+
+def decode_batch(payload: bytes, *, salt_field: bool = False) -> EventBatch:
+    """An event batch as engines send it, in msgpack; see `read_batch`.
+
+    Raises:
+        InvalidRequest: the bytes are no event batch; names the field at fault.
+    """
+    try:
+        message = msgspec.msgpack.decode(payload)
+    except (ValueError, RecursionError) as error:  # no msgpack, a text that is no UTF-8, or nested without end
+        raise InvalidRequest("batch", f"is no msgpack: {error}") from None
+    return read_batch(message, salt_field=salt_field)
 
 
 def read_batch(message: object, *, salt_field: bool = False) -> EventBatch:

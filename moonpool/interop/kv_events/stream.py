@@ -4,13 +4,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.interop.kv_events.events import EngineEvent, EventBatch, read_batch
+from moonpool.interop.kv_events.events import EngineEvent, EventBatch, decode_batch
 from moonpool.interop.kv_events.feed import (
     ApplyBatch,
     AskReplay,
@@ -166,7 +165,7 @@ class EventStream:
 
     def _decoded(self, payload: bytes) -> EventBatch | None:
         try:
-            return read_batch(msgspec.msgpack.decode(payload), salt_field=self._source.salt_field)
-        except (msgspec.DecodeError, InvalidRequest, RecursionError) as error:  # the last: nested without end
+            return decode_batch(payload, salt_field=self._source.salt_field)
+        except InvalidRequest as error:
             log.warning("KV events cannot be read", error=str(error))
             return None

@@ -20,13 +20,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_a_service_is_in_our_session_and_in_a_group_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that cores are shared fairly between services, and Ctrl-C reaches none of them."""
+    """So that cores are shared fairly between services, and Ctrl-C reaches none of them; nobody else reads the log."""
     (tmp_path / "fake_service.py").write_text("import os\nprint('ready:', os.getsid(0), os.getpgrp(), flush=True)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     service = ServiceProcess("kvstore", "fake-0", [], tmp_path / "log", launcher=instead("fake_service"))
     assert service.wait_ready(60) == f"{os.getsid(0)} {service.pid}"
     assert service.wait(60) == 0
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("gateway", "keys"), ("conductor", "")])

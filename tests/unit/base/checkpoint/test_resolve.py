@@ -71,6 +71,10 @@ def test_a_pipe_is_no_model_and_no_adapter(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"model\.gguf: is a pipe"):
         resolve(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").rename(tmp_path / "mmproj-model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"mmproj-model\.gguf: is a pipe"):
+        resolve(str(tmp_path / "model.gguf"))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: is a pipe"):
         read_settings(tmp_path)
 

@@ -241,3 +241,23 @@ async def test_a_key_guards_everything_but_health(tmp_path: Path) -> None:
         assert (await running.post("/register", body, key="k"))[0] == 400  # it is there already
         assert (await running.post("/register", {**body, "instance_id": "b"}, key="k"))[0] == 429
         assert await running.get("/health") == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (b"authorization: Bearer \xff\xfe", b"{}", b"401"),
+        (b"authorization: Bearer secret\r\ncontent-encoding: gzip", b"{}", b"400"),
+        (b"authorization: Bearer secret", b'{"model": "\xff"}', b"400"),
+        (b"authorization: Bearer secret", b'{"x":' + b"[" * 100_000, b"400"),
+    ],
+    ids=["key", "coding", "text", "deep"],
+)
+async def test_odd_bytes_are_refused(head: bytes, body: bytes, status: bytes) -> None:
+    async with indexer(api_key="secret") as indexed:
+        reader, writer = await asyncio.open_connection(*indexed.url.removeprefix("http://").split(":"))
+        more = b"host: x\r\nconnection: close\r\ncontent-length: %d" % len(body)
+        writer.write(b"POST /query HTTP/1.1\r\n" + head + b"\r\n" + more + b"\r\n\r\n" + body)
+        answered = await reader.read()
+        writer.close()
+    assert answered.startswith(b"HTTP/1.1 " + status), answered

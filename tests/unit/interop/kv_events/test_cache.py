@@ -1,16 +1,25 @@
 """What an engine's events say of its cache, under the cluster's keys: recorded ones, and each case alone."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, chain_root
 from moonpool.base.kv.media import MediaItem
 from moonpool.interop.kv_events.cache import NO_RANK, EngineCache
-from moonpool.interop.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, read_batch
+from moonpool.interop.kv_events.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExtraKeys,
+    decode_batch,
+    read_batch,
+)
 from tests.unit.interop.kv_events.follower import NAMESPACE, root_of
 
 SIZE = 4
@@ -347,3 +356,39 @@ def test_an_odd_event_is_an_unreadable_batch_that_names_the_field(field: str) ->
 def test_an_odd_group_of_a_removal_is_unreadable(group: int) -> None:
     with pytest.raises(InvalidRequest, match=r"event\.group_idx"):
         read_batch([0.0, [{"type": "BlockRemoved", "block_hashes": [1], "group_idx": group}]])
+
+
+MESSAGE = [
+    0.0,
+    [
+        {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1,
+         "lora_name": "x", "medium": "GPU", "extra_keys": [["a"]], "group_idx": 0},
+        ["BlockRemoved", [b"12345678"], "GPU"],
+    ],
+    0,
+]  # fmt: skip
+BYTES = [b"\xff", b"\xa1\xff", b"\xc7\x05\x01abcde", b"\xcf" + b"\xff" * 8, b"\x81\x90\x01", b"\xdd\xff\xff\xff\xff"]
+"""In msgpack: nothing, a text that is no UTF-8, an extension, a number, a map whose name is a list, a long list."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_batch_is_read_or_refused(seed: int) -> None:
+    """Another error would end the engine's stream."""
+    print(f"seed {seed}")
+    draws, whole, refused = random.Random(seed), msgspec.msgpack.encode(MESSAGE), 0
+    assert len(decode_batch(whole).events) == 2
+    for _ in range(2000):
+        damaged = bytearray(whole)
+        at = draws.randrange(len(whole))
+        damaged[at : at + draws.randrange(3)] = draws.choice([draws.randbytes(1), draws.choice(BYTES)])
+        try:
+            decode_batch(bytes(damaged))
+        except InvalidRequest:
+            refused += 1
+    assert refused > 200
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x92\x00\x91\xa1\xff", b"\x91" * 100_000], ids=["empty", "text", "deep"])
+def test_what_is_no_msgpack_is_unreadable(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="batch: is no msgpack"):
+        decode_batch(payload)
