@@ -98,6 +98,7 @@ def _sum_by_key(
     """Write the sums of `part` keys for one row, all heads together; grid (rows, parts)."""
     row = tl.program_id(0)
     seq, seen = _seen(starts, lengths, num_seqs, first + row)
+    seen = tl.minimum(seen, width)  # rows of a captured step's padding may be one longer sequence's
     begin = tl.program_id(1) * part
     if begin >= seen:
         return
@@ -144,6 +145,7 @@ def _choose(
     """Find the least sum that is chosen, 8 bits at a time, then write the places of what is chosen; grid (rows,)."""
     row = tl.program_id(0)
     seq, seen = _seen(starts, lengths, num_seqs, first + row)
+    seen = tl.minimum(seen, width)  # rows of a captured step's padding may be one longer sequence's
     table = tables + seq.to(tl.int64) * table_stride
     of_row = (first + row).to(tl.int64)
     words = (sums + row.to(tl.int64) * width).to(tl.pointer_type(tl.int32))

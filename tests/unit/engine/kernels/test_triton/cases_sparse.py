@@ -4,6 +4,7 @@ Queries, keys and weights are small whole numbers: sums are exact, and many are 
 """
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,20 @@ def test_sums_of_a_long_context() -> None:
     choice = Choice(((1, 4500), (2, 9)), 300, torch.bfloat16, None)
     choice.choose(1 << 20)
     choice.check()
+
+
+def test_padding_that_is_longer_writes_no_other_rows_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind a captured step's last are one sequence, which may have more tokens than any other."""
+    choice, memory, empty = Choice(((3, 20), (45, 45)), 8, torch.float32, None), list[Tensor](), torch.empty
+
+    def with_space(size: tuple[int, int], **how: Any) -> Tensor:
+        memory.append(empty(size[0] + 2, size[1], **how).fill_(7.0))
+        return memory[-1][: size[0]]
+
+    monkeypatch.setattr(torch, "empty", with_space)
+    choice.choose(24)
+    monkeypatch.undo()
+    assert bool((memory[0][-2:] == 7.0).all())
 
 
 def test_all_keys_are_attended_as_by_blocks() -> None:
