@@ -130,7 +130,12 @@ def _fill(draws: SeededDraws, kv: Tensor, scales: Tensor | None, blocks: Tensor)
 def _written_arguments(draws: SeededDraws, given: Arguments) -> bool:
     """Give each row a slot of its own in the blocks that rows are written to; rows beyond have none."""
     if given.get("angles") is not None:
-        given["angles"] = tuple(draws.normal(each) for each in given["angles"])
+        turns = [draws.normal(each) for each in given["angles"]]
+        given["angles"] = turns[0].cos(), turns[1].sin()
+    if (norms := given.get("norms")) is not None:  # beside a far larger weight, rounding would look like an error
+        weights = norms.q_weight, norms.k_weight
+        near_1 = [None if weight is None else draws.normal(weight, 0.25) + 1 for weight in weights]
+        given["norms"] = replace(norms, q_weight=near_1[0], k_weight=near_1[1])
     kv, ids = given["kv"], given["block_ids"]
     if kv is None:
         return True

@@ -121,6 +121,22 @@ def test_between_the_products(dtype: torch.dtype, stored: torch.dtype | None) ->
     assert not residual.any(), "the step has its own numbers"
 
 
+@pytest.mark.parametrize("stored", [torch.int8, *(pytest.param(each, marks=SLOWLY) for each in (None, E4M3))])
+def test_what_a_norm_was_rounded_by_is_no_error(stored: torch.dtype | None) -> None:
+    """Of many rows, also where one weight is far larger."""
+    tokens, heads, dim = 48, 4, 128
+    case = make([(1, 20)], dtype=torch.bfloat16, stored=stored, head_dim=dim, kv_heads=1)
+    x = torch.zeros(tokens, heads + 2, dim, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.ones(dim, device=DEVICE).index_fill(0, torch.tensor([5], device=DEVICE), 30.0)
+    norms = HeadNorms(weight, weight, None, None, 1e-5, centred=False, wide=False, last=False)
+    ids, angles = torch.ones(tokens, dtype=torch.int64, device=DEVICE), x[:, 0].contiguous()
+    with checking(torch.device(DEVICE)) as check:
+        attention.norm_rope_write(
+            x[:, :-1], x[:, -1:], heads, case.kv, ids, ids, norms=norms, angles=(angles, angles), scales=case.scales
+        )
+    looked_at(check, "norm_rope_write")
+
+
 @EACH_DTYPE
 def test_experts_and_packed_products(dtype: torch.dtype) -> None:
     rng = generator()
