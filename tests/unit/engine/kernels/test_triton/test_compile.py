@@ -41,7 +41,7 @@ WRITES = "python -m tools.gen_kernel_resources writes the page"
 GIVEN_UP = 8
 """Bytes of two registers, which the assembler keeps in memory of itself, for another program at once."""
 GIVEN_UP_BY_OTHERS = 64
-"""Of another Triton than the page's: 3.6 gives up 40 over float8 latent vectors (Hopper), 32 over float8 KV (Ampere)."""
+"""Of another Triton than the page's: 3.6 gives up 40 over float8 latent vectors (Hopper), 32 of float8 KV (Ampere)."""
 SAME = importlib.util.find_spec("triton") is not None and f"Triton {importlib.metadata.version('triton')} " in TEXT
 GIVEN_UP_BY_LATENT = 384
 """Of 64 rows over latent vectors, with Triton 3.9; with 3.6 and 3.7 none are, and 64 rows take half the time of 32."""
