@@ -28,6 +28,7 @@ from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import PromptGraphs
 from moonpool.engine.warm_up import warm_up
+from moonpool.engine.worker import describe_compute
 from tests.unit.engine.kernels.kernels_of_torch import Kernels
 from tests.unit.engine.stages import GREEDY, Stages
 from tools.compiled_kernels import HOPPER, caught
@@ -209,6 +210,8 @@ def test_a_kernel_that_is_wrong_is_found_and_answers_are_right(
         if device is not None:
             warm_up(stages.runners[0], 64, 24 * SIZE, lambda what: None)
             assert (stages.runners[0].graphs is None) == (operation == "attention"), "torch's reads the host"
+            wrong = ", ".join(sorted({operation, "sampling"}))
+            assert f"{wrong}: torch, as Triton is wrong here" in describe_compute(stages.runners[0])
         table, tokens = (0, 1, 2), array("i", range(5, 45))
         stages.run(Step(1, (SequenceStep(tokens.tobytes(), 0, table, GREEDY),)))
         for token in (7, 8):

@@ -480,6 +480,8 @@ class Request:
         self.begun, self.left = asyncio.Event(), False
 
     async def post(self, path: str, body: bytes, tenant: str) -> InProcessResponse:
+        if path != ENDPOINT:  # an announcement
+            return InProcessResponse(200, b"", "")
         self.begun.set()
         try:
             await asyncio.Event().wait()
@@ -500,18 +502,19 @@ async def runner(
     client: Any,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     waiting: Callable[[], Awaitable[int]] = nobody_waits,
+    lines: int = 1,
 ) -> AsyncIterator[tuple[running.BatchRunner, StoredBatch]]:
-    """A runner without a gateway, and a batch of one line that has not begun."""
-    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as lines:
+    """A runner of one line at once without a gateway, and a batch of some lines that has not begun."""
+    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as reading:
         kept = BatchStore(folder, 1 << 20, threads, world.unix_time)
-        file, content = kept.new_file_id(), jsonl(line("a", "x"))
+        file, content = kept.new_file_id(), jsonl(*(line(str(number), "x") for number in range(lines)))
         kept.path(file).write_bytes(content)
         now = kept.now()
         await kept.add_file("t", store.StoredFile(file, "in", "batch", len(content), now))
         body = {"id": "batch_1", "input_file_id": file, "endpoint": ENDPOINT, "created_at": now}
         batch = StoredBatch("t", "validating", {**body, "expires_at": now + 3600})
         await kept.add_batch(batch)
-        made = running.BatchRunner(kept, client, TenantTurns(lines), waiting, 1, 1 << 16, sleep)
+        made = running.BatchRunner(kept, client, TenantTurns(reading), waiting, 1, 1 << 16, sleep)
         try:
             yield made, batch
         finally:
@@ -526,6 +529,20 @@ async def test_a_batch_is_cancelled_once_its_requests_have_left(tmp_path: Path) 
         await asyncio.wait_for(client.begun.wait(), WAIT_S)
         await made.cancel(await made.store.batch("t", batch.id))
         assert client.left
+
+
+async def test_no_more_lines_begin_at_once_than_may_run(tmp_path: Path) -> None:
+    client, looks = Request(), 0
+
+    async def waiting() -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    async with runner(tmp_path, client, waiting=waiting, lines=3) as (made, batch):
+        made.start(batch)
+        await asyncio.wait_for(client.begun.wait(), WAIT_S)
+        assert looks == 1, "each line looks before it begins"
 
 
 async def test_a_line_looks_now_and_then_whether_interactive_requests_wait(tmp_path: Path) -> None:

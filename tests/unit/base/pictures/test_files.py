@@ -5,6 +5,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -100,12 +101,20 @@ def test_a_file_that_is_a_picture_and_an_archive_is_the_picture(reader: PictureF
     assert reader.read("p", picture_file(5, 4) + archive.getvalue()).width == 5
 
 
+def children() -> list[str]:
+    """Processes that this thread has started, and that nobody has waited for."""
+    return Path("/proc/thread-self/children").read_text().split()
+
+
 def test_a_file_that_takes_too_long_ends_the_process_and_the_next_has_a_new_one(
     monkeypatch: pytest.MonkeyPatch, reader: PictureFiles
 ) -> None:
+    reader.read("p", picture_file(3, 2))
+    there = children()
     monkeypatch.setattr(files, "WAIT_S", 0.0)
     with pytest.raises(InvalidRequest, match="takes more than"):
         reader.read("p", picture_file(1500, 1500))
+    assert len(children()) == len(there) - 1, "the process has ended, and was waited for"
     monkeypatch.undo()
     assert reader.read("p", picture_file(3, 2)).height == 2
 

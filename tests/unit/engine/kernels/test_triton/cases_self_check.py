@@ -26,7 +26,7 @@ from tools.gpu_check.recurrent_rows import random_layer
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 E4M3 = torch.float8_e4m3fn
-LONG = ("gated_delta", "kimi_delta")
+LONG = ("gated_delta", "kimi_delta", "lightning")
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 9.0, 0.0, -9.0, 1.0, 2.0])
 LATENT = {"kv_heads": 1, "head_dim": 72, "rest": 8, "group": 20}
 
@@ -51,12 +51,11 @@ def looked_at(check: SelfCheck, *operations: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
-        ({"dtype": torch.float32}, PLAIN),
         ({"dtype": torch.bfloat16}, AttentionKind(40, 1.5, SINKS)),
         ({"stored": torch.int8, "dtype": torch.bfloat16}, PLAIN),
         ({"stored": torch.float8_e4m3fn}, AttentionKind(24, chunked=True)),
         ({"dtype": torch.bfloat16, **LATENT}, PLAIN),
-        *slowly(({}, PLAIN), ({"stored": torch.int8, **LATENT}, PLAIN)),
+        *slowly(({"dtype": torch.float32}, PLAIN), ({}, PLAIN), ({"stored": torch.int8, **LATENT}, PLAIN)),
     ],
 )
 @pytest.mark.parametrize("deterministic", [False, *slowly((True,))])
