@@ -171,6 +171,12 @@ def test_attention_to_latent_vectors_elsewhere(
     _fits(gpu, launch)
 
 
+def test_choosing_keys_is_on_tensor_cores() -> None:
+    _fits(HOPPER, launches.choose_keys)
+    [sums, _] = _launched(HOPPER, launches.choose_keys)
+    assert "mma" in compile_for(HOPPER, sums).asm["ptx"]
+
+
 @pytest.mark.parametrize(("gpu", "rows", "instruction"), [(HOPPER, 1, "mma.sync"), (AMPERE, 200, "mma.sync")])
 def test_packed_products_are_of_bytes_on_tensor_cores(gpu: Gpu, rows: int, instruction: str) -> None:
     _fits(gpu, lambda ops: launches.packed_products(ops, rows=rows))
