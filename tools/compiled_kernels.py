@@ -99,6 +99,7 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
         products,
         recurrent,
         sampling,
+        sparse,
     )
 
     launched: list[Launch] = []
@@ -110,8 +111,9 @@ def caught(limits: Limits) -> Iterator[list[Launch]]:
     kernels += [(experts, name) for name in ("_expert_product", "_add_weighted")]
     kernels += [(recurrent, name) for name in ("_convolve", "_scan")]
     kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]
+    kernels += [(sparse, name) for name in ("_sum_by_key", "_choose")]
     with ExitStack() as stack:
-        for module in (attention, recurrent):
+        for module in (attention, recurrent, sparse):
             stack.enter_context(patch.object(module, "limits_of", lambda _: limits))
         for module, name in kernels:
             stack.enter_context(patch.object(module, name, _Caught(getattr(module, name), launched)))

@@ -5,8 +5,8 @@ run's next step. Then the device is given that step before the host has read the
 ends with those tokens, the further step is thrown away: the device knows the end, and the step writes nothing.
 
 A step that may be taken again must not have changed a recurrent state, and graphs keep no states. So with such states
-the layers of some steps are launched: those with masks, which may be late, and those that begin within a block and are
-no decode steps.
+masks are made before the layers, which are launched if a mask is late. So are the layers of gated steps that begin
+within a block. Without gates a step that has begun is not given up.
 """
 
 from functools import partial
@@ -56,27 +56,30 @@ class GraphRun(LayerRun):
         return super().compute(run, times) if run.ahead is None else self._go_on(run, run.ahead, times)
 
     def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
+        if not self._captures(run):
+            return None
         shape, graphs = self._decode_shape(run), self._stage.prompt_graphs
-        if shape is not None or graphs is None or not self._captures(run):
+        if shape is not None or graphs is None:
             return shape
-        return None if self._recurrent and _within_blocks(run.packed) else graphs.shape(run.packed)
+        may_end = self._recurrent and run.step.gated and _within_blocks(run.packed)
+        return None if may_end else graphs.shape(run.packed)
 
     def _decode_shape(self, run: StepRun, later: int = 0) -> GraphShape | None:
         graphs = self._stage.graphs
-        return None if graphs is None or not self._captures(run) else graphs.shape(run.step, run.packed, later)
+        return None if graphs is None else graphs.shape(run.step, run.packed, later)
 
     def _captures(self, run: StepRun) -> bool:
         """Tell whether graphs have what a step computes.
 
         They have no products of adapters, no rows of pictures, and no positions but the tokens' places.
         """
-        if self._recurrent and run.pending_masks is not None:
+        if self._recurrent and run.pending_masks is not None and not run.pending_masks.in_time():
             return False
         return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media
 
     def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
-        graphs, shape = self._stage.graphs, self._decode_shape(run, run.left)
+        graphs, shape = self._stage.graphs, self._decode_shape(run, run.left) if self._captures(run) else None
         if graphs is None or shape is None or not graphs.samples(run.packed.num_tokens, rows.choice):
             return None
         if self._stage.kv_gates.dropped(run.step.step_id):
@@ -120,6 +123,10 @@ class GraphRun(LayerRun):
         for layer in layers:
             memory.finish_layer(layer, None)
         return True
+
+    def _may_compute(self, run: StepRun, gate: int) -> bool:
+        begun = isinstance(run.shape, ChunkShape) and gate > self._stage.model.layer_begin
+        return (begun and self._recurrent and not run.step.gated) or super()._may_compute(run, gate)
 
     # --- in the stream ---------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class LayerRun(RunMode):
         while layer < end:
             gate = layer if model.by_layers else end - 1
             # A model without layers apart reads all KV in one call, so that the call waits for the last layer's gate.
-            if not self._may_compute(step, gate):
+            if not self._may_compute(run, gate):
                 return False
             start_ns = time.monotonic_ns()
             last = layer + 1 if signals is None and model.by_layers else end
@@ -136,9 +136,9 @@ class LayerRun(RunMode):
             layer = came
         return True
 
-    def _may_compute(self, step: Step, gate: int) -> bool:
+    def _may_compute(self, run: StepRun, gate: int) -> bool:
         """Wait for a layer's gate; return whether the step goes on. The first rank decides for the others."""
-        ranks, gates = self._stage.model.ranks, self._stage.kv_gates
+        step, ranks, gates = run.step, self._stage.model.ranks, self._stage.kv_gates
         if ranks is not None and not ranks.first:
             return bool(ranks.hear()[0])
         goes_on = not step.gated or gates.wait(step.step_id, gate, self._stage.gate_timeout_s)

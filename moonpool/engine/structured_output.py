@@ -303,6 +303,11 @@ class PendingMasks:
         if not self.waits:
             self.now()
 
+    def in_time(self) -> bool:
+        """Make them, unless a grammar has to be waited for; return whether no sequence goes without."""
+        self.early()
+        return self._made is not None and not self._made.late
+
     def now(self) -> TokenMasks:
         """Return the masks."""
         if self._made is None:

@@ -86,8 +86,8 @@ def _steps(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> It
         yield (replace(_sequence(prompt, prompt, size), sample=spec, scored=ScoredTokens(bytes(4 * prompt), 1)),)
     largest = min(max_num_batched_tokens, longest)
     batches = [*_batches(runner, max_num_batched_tokens, longest), BatchShape(1, largest, largest)]
-    if any(layer.attention.index_topk for layer in runner.model.config.decoder.layers):
-        batches.append(BatchShape(1, 1, longest))  # which sees chosen keys, as the largest does
+    if any(layer.attention.index_topk or layer.recurrent for layer in runner.model.config.decoder.layers):
+        batches.append(BatchShape(1, 1, longest))  # a row that sees chosen keys, as the largest batch does; a lone one
     for batch in batches:
         yield (_sequence(batch.rows, batch.context, size),) * batch.sequences
 

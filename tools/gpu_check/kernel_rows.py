@@ -309,7 +309,7 @@ def chosen_rows(on: On, shape: Shape, rows: int, context: int, chosen: int) -> I
     tokens = torch.rand(rows, context, device=device).topk(chosen).indices.sort().values
     places = (tokens + torch.arange(rows, device=device)[:, None] * context).int()
     numbers = torch.full((rows,), chosen, dtype=torch.int32, device=device)
-    keys = ChosenKeys(torch.arange(rows, device=device), places, numbers, None)
+    keys = ChosenKeys(None, places, numbers, None)
     q = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=shape.dtype)
     assert shape.value_dim is not None
     call = partial(chosen_attention, q, kv, None, keys, shape.head_dim**-0.5, shape.value_dim, deterministic=False)

@@ -473,7 +473,6 @@ class DecoderSpec:
         """
         reasons = (
             (FALLBACK, bool(self.other)),
-            ("an indexer of keys", any(layer.indexer is not None for layer in self.layers)),
             (
                 f"latent vectors of more than {GPU_LATENT[0]} and {GPU_LATENT[1]} elements",
                 any(

@@ -1,8 +1,8 @@
 """Attention to chosen keys (DeepSeek V3.2): an indexer scores all keys of a sequence, and a row sees the best ones.
 
-Plain torch scores and chooses on every device; on GPUs Triton attends to the chosen keys. A sequence with no more
-tokens than are chosen sees all of them (`moonpool.engine.kernels.attention`). In torch and in deterministic mode, what
-a sequence gets depends on the sequence and its chunks alone.
+On GPUs Triton scores, chooses and attends, and nothing is looked at on the host. Elsewhere torch does, and a sequence
+with no more tokens than are chosen sees all of them (`moonpool.engine.kernels.attention`). In torch and in
+deterministic mode, what a sequence gets depends on the sequence and its chunks alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from moonpool.engine.kernels import reference
 from moonpool.engine.kernels.attention import paged_attention, triton_head
 from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.plan import AttentionPlan, make_plan
 from moonpool.engine.kernels.reference import dequantize
 from moonpool.engine.kernels.self_check import triton_ops
 from moonpool.engine.kernels.to_device import send_to_device
@@ -39,7 +40,7 @@ class WholeSequences:
 class ChosenKeys:
     """Where in the pool the keys lie that rows see, in rising order; R rows that see `topk` keys at most."""
 
-    rows: Tensor  # [R] int64
+    rows: Tensor | None  # [R] int64; None: all rows of the batch, in order
     places: Tensor  # [R, topk] int32: block * block_size + slot
     numbers: Tensor  # [R] int32: how many keys a row sees, the first of its places
     whole: WholeSequences | None  # sequences that are not longer; None: there are none
@@ -51,28 +52,52 @@ def choose_keys(
     kv: Tensor,  # [blocks, 1, 1, block_size, D], the indexer's keys, those of the rows among them
     scales: Tensor | None,  # [blocks, 1, 1, block_size] float32, of quantised KV
     block_tables: Tensor,  # [S, max_blocks] int32
-    query_start: Sequence[int],
-    context_lens: Sequence[int],
+    query_start: Tensor,  # [S + 1] int32
+    context_lens: Tensor,  # [S] int32
     scale: float,
     topk: int,
     *,
+    plan: AttentionPlan | None = None,
     deterministic: bool = False,
 ) -> ChosenKeys | None:
     """Return the `topk` keys of each row with the highest sum of weights[h] * relu(q[h] k * scale) over the heads h.
 
-    Tables and lengths are those of `moonpool.engine.kernels.attention.paged_attention`. Of keys with the same sum the
-    earlier ones are taken. Sums are computed in float32: of sequences with one row together, padded to the longest;
-    with `deterministic` each alone.
+    Tables, lengths and `plan` are those of `moonpool.engine.kernels.attention.paged_attention`. Of keys with the same
+    sum the earlier ones are taken. Sums are computed in float32: in torch of sequences with one row together, padded to
+    the longest; with `deterministic` each alone.
 
     Returns:
         None if no sequence has more than `topk` tokens.
     """
-    spans = list(pairwise(query_start))
+    if plan is None:
+        plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic)
+    if plan.max_context <= topk:
+        return None
+    if choose("attention", q.device, q.dtype) != "triton":
+        return _by_torch(q, weights, kv, scales, block_tables, plan, scale, topk)
+    places = torch.empty((len(q), topk), dtype=torch.int32, device=q.device)
+    numbers = torch.empty(len(q), dtype=torch.int32, device=q.device)
+    lists = block_tables, query_start, context_lens
+    triton_ops().choose_keys(q, weights.contiguous(), kv, scales, *lists, scale, plan.max_context, places, numbers)
+    return ChosenKeys(None, places, numbers, None)
+
+
+def _by_torch(
+    q: Tensor,
+    weights: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    topk: int,
+) -> ChosenKeys | None:
+    spans, context_lens = list(pairwise(plan.query_start)), plan.context_lens
     longer = [s for s, (begin, end) in enumerate(spans) if end > begin and context_lens[s] > topk]
     if not longer:
         return None
     size, rows, places, numbers = kv.shape[3], list[Tensor](), list[Tensor](), list[Tensor]()
-    for group in _groups(longer, spans, context_lens, q.shape[1:], alone=deterministic):
+    for group in _groups(longer, spans, context_lens, q.shape[1:], alone=plan.deterministic):
         begins, count = [spans[s][0] for s in group], spans[group[0]][1] - spans[group[0]][0]
         lengths = [context_lens[s] for s in group]
         # One copy tells where the rows are, whose they are, and how long these are.
@@ -113,6 +138,10 @@ def chosen_attention(
         )
     by_triton = choose("attention", q.device, q.dtype) == "triton" and triton_head(kv, value_dim) and scale > 0.0
     ops = triton_ops() if by_triton else reference
+    if chosen.rows is None:
+        places, numbers = chosen.places, chosen.numbers
+        ops.chosen_attention(q, kv, scales, places, numbers, scale, out, deterministic=deterministic)
+        return out
     each = max(1, _TILE_BYTES // (q.shape[1] * q.shape[2] * q.element_size()))
     for first in range(0, len(chosen.rows), each):
         part = slice(first, first + each)

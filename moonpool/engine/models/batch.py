@@ -68,6 +68,7 @@ class PackedBatch:
     pictures: Sequence[Any] = ()  # `moonpool.engine.models.whole_pictures.PictureRows`, where tokens attend both ways
     # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    query_factors: dict[int, Tensor | None] = field(default_factory=dict)  # by rope
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
     per_layer: Tensor | None = None  # [T, layers, n], tokens' embeddings for each layer
     normed: Tensor | None = None  # [T, hidden], what the part of a layer reads beside which the next one's stands
@@ -158,6 +159,7 @@ class PackedBatch:
                 arrays["slot_ids"][:] = self.slot_of[arrays["block_ids"]]
             self.within = size - 1 - int(arrays["offsets"].max())
         self.angles.clear()
+        self.query_factors.clear()
         self.added, self.pictures = [], ()
         if self.rope_shifts is not None:
             self.rope_positions = self.positions + self.rope_shifts

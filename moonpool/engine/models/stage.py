@@ -511,14 +511,13 @@ class StageModel:
         """Project, rotate, store keys and values, attend, project back: [T, hidden] to [T, hidden]."""
         tokens, heads, kv_heads = normed.shape[0], spec.num_heads, spec.num_kv_heads
         flat = weights.qkv(normed, deterministic=self.deterministic)
-        if spec.value_width:
-            short = flat[:, (heads + kv_heads) * spec.head_dim :].view(tokens, kv_heads, spec.value_width)
-            values = functional.pad(short, (0, spec.head_dim - spec.value_width))
-            flat = torch.cat((flat[:, : (heads + kv_heads) * spec.head_dim], values.flatten(1)), dim=1)
-        qkv = flat.view(tokens, -1, spec.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads : heads + 2 * kv_heads]
+        width = spec.value_width or spec.head_dim
+        begin, end = (heads + kv_heads) * spec.head_dim, (heads + kv_heads) * spec.head_dim + kv_heads * width
+        qk, v = flat[:, :begin].view(tokens, -1, spec.head_dim), flat[:, begin:end].view(tokens, -1, width)
         if spec.value_factor:
             v = v * spec.value_factor
+        if spec.value_width:
+            v = functional.pad(v, (0, spec.head_dim - width))
         if weights.v_norm is not None:
             v = weights.v_norm(v)
         if self._in_one_launch(weights, spec, qk, batch):
@@ -532,7 +531,7 @@ class StageModel:
             q, stored = qk[:, :heads], (qk[:, heads:], v) if spec.kv_of is None else None
         attended = self._attended(spec, q, stored, batch, kv, scales, sinks=weights.sinks)
         if spec.output_gate:
-            gates = qkv[:, heads + 2 * kv_heads :]
+            gates = flat[:, end:].view(tokens, -1, spec.head_dim)
             attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
         if weights.head_gate is not None:
             gates = weights.head_gate(normed, deterministic=self.deterministic)
@@ -628,10 +627,9 @@ class StageModel:
         q, key = turned[:, :-1], turned[:, -1:]
         write_kv(key, None, kv, batch.block_ids, batch.offsets, scales=scales)
         by_head = weights.weights(normed.float(), deterministic=exact) * spec.num_heads**-0.5
-        host = batch.host
-        lengths = (host.query_start.tolist(), host.context_lens.tolist())
-        wanted = (spec.scale, indexer.topk)
-        batch.chosen = choose_keys(q, by_head, kv, scales, batch.block_tables, *lengths, *wanted, deterministic=exact)
+        lists = batch.block_tables, batch.query_start, batch.context_lens
+        plan = self._plan(batch, kv, spec)
+        batch.chosen = choose_keys(q, by_head, kv, scales, *lists, spec.scale, indexer.topk, plan=plan)
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""
@@ -655,7 +653,7 @@ class StageModel:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Store keys and values, latent vectors alone, or nothing, and attend: [T, heads, elements of a value]."""
-        if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
+        if spec.rope is not None and (factors := self._query_factors(batch, spec.rope)) is not None:
             q = q * factors
         plan = self._plan(batch, kv, spec)
         windowed = spec.window is not None
@@ -688,6 +686,12 @@ class StageModel:
                 assert self.picture_positions is not None
                 batch.angles[key] = self._ropes[rope].angles_of(positions, self.picture_positions.components)
         return batch.angles[key]
+
+    def _query_factors(self, batch: PackedBatch, rope: int) -> Tensor | None:
+        """Return what the batch's queries are multiplied with, computed once per batch and table; None: 1."""
+        if rope not in batch.query_factors:
+            batch.query_factors[rope] = self._ropes[rope].query_factors(batch.positions)
+        return batch.query_factors[rope]
 
     def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
         """Return the batch's attention plan, made once per batch, pool shape and window."""

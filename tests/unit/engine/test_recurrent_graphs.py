@@ -25,7 +25,7 @@ from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.platforms.staged import StagedDevice
-from moonpool.engine.structured_output import MaskRequest
+from moonpool.engine.structured_output import MaskRequest, PendingMasks, TokenMasks
 from tests.unit.engine.test_devices import FEW, SIZE, Rig, Story, ids, nothing_fails, part, rig, story
 from tests.unit.engine.test_steps_ahead import STEPS, TABLES, Counted, Tokens, end_of, later, prompts, run, told
 
@@ -126,7 +126,7 @@ def test_a_step_that_is_given_up_before_it_begins_leaves_the_states_of_the_step_
     """Which is not taken again."""
     with rig(model, StagedDevice(2), graphs=graphs) as tested:
         tokens = run(tested, prompts(), 3)
-        mixed = [part(tuple(range(70, 75)), 0, (3,)), *later(tokens)[:2]]  # its layers are launched: within blocks
+        mixed = [part(tuple(range(70, 75)), 0, (3,)), *later(tokens)[:2]]
         tokens.append((*tested.run(*mixed).sampled[1:], None, None))
         tested.gates.abort(50)
         assert not tested.runner.run(Step(50, (part(tuple(range(70, 75)), 0, (3,)),)))
@@ -135,14 +135,63 @@ def test_a_step_that_is_given_up_before_it_begins_leaves_the_states_of_the_step_
         assert [step[:2] for step in tokens] + found == [step[:2] for step in expected]
 
 
-def test_prompts_that_begin_within_a_block_are_launched(model: StageModel) -> None:
+def test_gated_prompts_that_begin_within_a_block_are_launched(model: StageModel) -> None:
     """Between two layers such a step may be given up; then states are taken back, which graphs do not keep."""
     device, layers = Counted(1), model.config.num_layers
+    steps = [(0, 20, True, layers), (20, 2, True, 0), (22, 3, False, layers), (25, 1, False, 1), (32, 8, True, layers)]
     with rig(model, device, graphs=True) as tested:
-        for start, count, replays in ((0, 20, layers), (20, 5, 0), (25, 1, 1), (32, 8, layers)):
+        for start, count, gated, replays in steps:
             device.replays = 0
-            tested.run(part(tuple(range(5, 5 + start + count)), start, (4, 1, 6), sample=False))
+            chunk = part(tuple(range(5, 5 + start + count)), start, (4, 1, 6), sample=False)
+            tested.run(chunk, gated=gated, layer_events=gated)
             assert device.replays == replays
+
+
+def test_a_prompt_beside_decode_rows_that_has_begun_is_not_given_up(model: StageModel, expected: Tokens) -> None:
+    """All layers have taken in the rows' tokens: the rows go on."""
+    with rig(model, Counted(3), graphs=True) as tested:
+        tokens = run(tested, prompts(), 3)
+        tested.aborting = True  # behind the first layer
+        done = tested.run(part(tuple(range(70, 75)), 0, (3,)), *later(tokens)[:2], layer_events=True)
+        tested.aborting = False
+        assert not done.aborted
+        tokens.append((*done.sampled[1:], None, None))
+        told(tested)
+        found = run_from(tested, 51, later(tokens)[:2], STEPS - 4)
+        assert [step[:2] for step in tokens] + found == [step[:2] for step in expected]
+
+
+class AllTokens:
+    """Masks that allow all tokens; `late`: those of the next step are late."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.bits, self.late = memoryview(bytes([255]) * (vocab_size // 8)), False
+
+    def begin(self, wanted: Sequence[MaskRequest], *, alone: bool) -> PendingMasks:
+        rows = [request.index for request in wanted]
+        late, self.late = self.late, False
+        return PendingMasks(lambda: TokenMasks({} if late else dict.fromkeys(rows, self.bits), late=set(rows * late)))
+
+    def close(self) -> None: ...
+
+
+def test_steps_are_launched_if_a_mask_is_late(model: StageModel, expected: Tokens) -> None:
+    """The row takes such a step again, and its states are taken back, which graphs do not keep."""
+    params = SamplingParams(temperature=0.0, response_format="json_object")
+    device, masks = Counted(1), AllTokens(model.config.vocab_size)
+    with rig(model, device, graphs=True) as tested:
+        tokens = run(tested, prompts()[:1], 1)
+        tested.runner.masks = masks  # type: ignore[assignment]
+        while len(tokens) < STEPS:
+            [row] = later([(*step, 0, 0, 0) for step in tokens])[:1]
+            assert row.sample is not None
+            row = replace(row, sample=replace(row.sample, params=params), may_skip=True)
+            for late in (True, False) if len(tokens) % 4 == 0 else (False,):
+                device.replays, masks.late = 0, late
+                [found] = run(tested, [row], 1)
+                assert device.replays == (not late)
+            tokens.append(found)
+    assert tokens == [step[:1] for step in expected]
 
 
 class NoMasks:

@@ -24,6 +24,7 @@ from moonpool.engine.kernels import self_check
 from moonpool.engine.kernels.choice import REPLACED, VARIABLE
 from moonpool.engine.messages import StageDone
 from moonpool.engine.models import stage
+from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.platforms.base import CapturedGraph
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import PromptGraphs
@@ -138,6 +139,13 @@ async def test_the_speed_that_is_told_is_a_replays(checkpoint: Path, monkeypatch
     close(stages)
 
 
+def import_kernels() -> None:
+    """Before the variable is set that would make Triton interpret them."""
+    import moonpool.engine.kernels.triton.ops
+    import moonpool.engine.kernels.triton.recurrent
+    import moonpool.engine.kernels.triton.sampling  # noqa: F401
+
+
 def draw_step(draw: random.Random, number: int, tokens: int, blocks: int) -> Step:
     """Any mix of decode steps and chunks."""
     sequences: list[SequenceStep] = []
@@ -162,9 +170,7 @@ def test_no_step_launches_what_warm_up_did_not(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, deterministic: bool
 ) -> None:
     """On a device that is said to be an H100: launches are noted, and none runs."""
-    import moonpool.engine.kernels.triton.ops  # before the variable is set that would make Triton interpret
-    import moonpool.engine.kernels.triton.sampling  # noqa: F401
-
+    import_kernels()
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or Triton is not available on a CPU
     monkeypatch.setenv(VARIABLE, "triton")
     blocks, tokens = 256, 512
@@ -194,6 +200,38 @@ def test_no_step_launches_what_warm_up_did_not(
         "_keep_leading",
     }
     assert sum(name == "attention" for name, *_ in taken) >= 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_stage_of_recurrent_layers_alone_compiles_every_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For single rows and for several, in a stage without attention."""
+    import_kernels()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(stage, "limits_of", lambda _: HOPPER.limits)
+    monkeypatch.setattr(self_check, "largest_error", lambda *what: 0.0)  # no launch has results
+    create("tiny-qwen3-next", tmp_path / "model", seed=1, dtype="float32")
+    layout = kv_layout(load_config(tmp_path / "model"), "float32", SIZE)
+    pool = KVPool.create(layout, 4, [(0, 1), (1, layout.layers)])
+    stages = Stages(tmp_path / "model", pool, StagedDevice(1))
+    runner = stages.runners[0]
+    [spec] = [layer.spec for layer in runner.model.layers]
+    assert spec.recurrent is not None
+    with caught(HOPPER.limits) as launched:
+        warm_up(runner, 64, 4 * SIZE, lambda what: None)
+        known = {launch.specialised for launch in launched}
+        launched.clear()
+        one, several = (SequenceStep(bytes(4 * rows), 20, (0, 1, 2)) for rows in (1, 5))
+        for number, sequences in enumerate(((one,), (several,), (one, several), (one, one)), 1):
+            runner.run(Step(number, sequences))
+        taken = {launch.specialised for launch in launched}
+    assert {name for name, *_ in taken} >= {"_convolve", "_scan"}
+    assert taken <= known, taken - known
+    for each in stages.runners:
+        each.platform.callbacks.close()
+    stages.runners[0].platform.device.close()  # type: ignore[union-attr]
+    assert not stages.failures
+    pool.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -10,9 +10,11 @@ from moonpool.engine.kernels.triton.heads import norm_rope_write
 from moonpool.engine.kernels.triton.pointwise import norm, rms_norm, rope, silu_mul
 from moonpool.engine.kernels.triton.pool import copy_blocks, write_kv
 from moonpool.engine.kernels.triton.products import packed_linear
+from moonpool.engine.kernels.triton.sparse import choose_keys
 
 __all__ = [
     "add_weighted",
+    "choose_keys",
     "chosen_attention",
     "copy_blocks",
     "decode_attention",

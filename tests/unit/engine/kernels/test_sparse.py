@@ -15,6 +15,7 @@ SEQUENCES = ((7, 90), (1, 50), (5, 18), (1, 20), (40, 40), (0, 64), (1, 33), (1,
 """Rows and context of each sequence: longer than TOPK, at most TOPK, rows before and behind it, no row; single rows."""
 STARTS = [0, *torch.tensor([rows for rows, _ in SEQUENCES]).cumsum(0).tolist()]
 LENGTHS = [context for _, context in SEQUENCES]
+LISTS = torch.tensor(STARTS).int(), torch.tensor(LENGTHS).int()
 
 
 class Pool:
@@ -43,9 +44,8 @@ class Pool:
         self.weights = torch.randn(STARTS[-1], HEADS, generator=drawn)
 
     def chosen(self, *, deterministic: bool = False) -> ChosenKeys:
-        lengths = STARTS, LENGTHS
         chosen = choose_keys(
-            self.q, self.weights, self.kv, self.scales, self.tables, *lengths, 0.3, TOPK, deterministic=deterministic
+            self.q, self.weights, self.kv, self.scales, self.tables, *LISTS, 0.3, TOPK, deterministic=deterministic
         )
         assert chosen is not None
         return chosen
@@ -68,6 +68,7 @@ def test_rows_see_the_keys_with_the_highest_sums(stored: torch.dtype | None) -> 
     pool = Pool(WIDTH, stored, 1)
     chosen = pool.chosen()
     assert chosen.whole is not None
+    assert chosen.rows is not None
     longer = {s for s, context in enumerate(LENGTHS) if context > TOPK}
     found = dict(zip(chosen.rows.tolist(), range(len(chosen.rows)), strict=True))
     for row, s, seen in rows_of(pool):
@@ -85,6 +86,7 @@ def test_of_equal_sums_the_earlier_keys_are_taken() -> None:
     pool = Pool(WIDTH, None, 2)
     pool.weights[:] = 0.0
     chosen = pool.chosen()
+    assert chosen.rows is not None
     for row, s in ((0, 0), (STARTS[7], 7)):
         at = chosen.rows.tolist().index(row)
         table = pool.tables[s].tolist()
@@ -94,7 +96,7 @@ def test_of_equal_sums_the_earlier_keys_are_taken() -> None:
 
 def test_short_sequences_choose_nothing() -> None:
     pool = Pool(WIDTH, None, 3)
-    assert choose_keys(pool.q, pool.weights, pool.kv, None, pool.tables, STARTS, LENGTHS, 0.3, 90) is None
+    assert choose_keys(pool.q, pool.weights, pool.kv, None, pool.tables, *LISTS, 0.3, 90) is None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

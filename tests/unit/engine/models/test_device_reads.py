@@ -159,8 +159,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    ("case", "launches"), [("llama", 9), ("qwen3", 9), ("gemma3", 12), ("phi", 9), ("hunyuan", 9), ("glm4", 11)]
-)
+    ("case", "launches"),
+    [
+        ("llama", 9), ("qwen3", 9), ("gemma3", 12), ("phi", 9), ("hunyuan", 9), ("glm4", 11),
+        ("ministral3", 10),
+    ],
+)  # fmt: skip
 def test_launches_of_a_layer(case: str, launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a decode step with one part of the keys. Norms of heads, rotation and KV write are one launch."""
     model, found = on_meta(tmp_path, case), list[str]()

@@ -71,6 +71,18 @@ def attend_to_chosen(ops: Any, *, heads: int = 128, stored: torch.dtype | None =
     ops.chosen_attention(q, kv, scales, places, numbers, 0.1, out, **how)
 
 
+def choose_keys(
+    ops: Any, *, heads: int = 64, dtype: torch.dtype = torch.bfloat16, stored: torch.dtype | None = None
+) -> None:
+    """Launch the choice of keys for two rows, of DeepSeek's sizes."""
+    kv = torch.empty((4, 1, 1, 64, 128), dtype=stored or dtype)
+    scales = None if stored is None else torch.empty((4, 1, 1, 64))
+    tables, lengths = torch.zeros((2, 64), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    q, weights, starts = torch.empty((2, heads, 128), dtype=dtype), torch.empty((2, heads)), torch.zeros(3).int()
+    places, numbers = torch.zeros((2, 2048), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    ops.choose_keys(q, weights, kv, scales, tables, starts, lengths, 0.1, 4096, places, numbers)
+
+
 def _write(ops: Any, stored: torch.dtype | None = None) -> None:
     k = torch.empty((5, 8, 80), dtype=torch.bfloat16)
     kv = torch.empty((4, 8, 2, 64, 80), dtype=stored or torch.bfloat16)
@@ -190,6 +202,10 @@ OTHERS: list[Callable[[Any], None]] = [
     partial(attend_to_chosen, stored=torch.int8),
     partial(attend_to_chosen, stored=torch.float8_e4m3fn, heads=16),
     partial(attend_to_chosen, deterministic=True),
+    choose_keys,
+    partial(choose_keys, stored=torch.int8, heads=32),
+    partial(choose_keys, stored=torch.float8_e4m3fn),
+    partial(choose_keys, dtype=torch.float32),
     partial(recurrent, rows=1),
     partial(recurrent, rows=1, fine=True),
     partial(recurrent, rows=200, value_dim=80, delta=False),

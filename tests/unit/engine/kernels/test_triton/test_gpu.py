@@ -27,6 +27,7 @@ pytestmark = [
         "cases_products.py",
         "cases_recurrent.py",
         "cases_sampling.py",
+        "cases_sparse.py",
         "cases_self_check.py",
         "cases_gpu.py",
     ],

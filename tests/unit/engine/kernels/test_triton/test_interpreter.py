@@ -55,6 +55,7 @@ def test_in_the_interpreter() -> None:
             "cases_products.py",
             "cases_recurrent.py",
             "cases_sampling.py",
+            "cases_sparse.py",
             "cases_self_check.py",
         ],
         "not slow",
@@ -66,5 +67,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.timeout(1800)
 def test_everything_in_the_interpreter() -> None:
     run_cases(
-        ["cases_attention.py", "cases_products.py", "cases_recurrent.py", "cases_self_check.py"], "slow", **INTERPRETER
+        ["cases_attention.py", "cases_products.py", "cases_recurrent.py", "cases_self_check.py", "cases_sparse.py"],
+        "slow",
+        **INTERPRETER,
     )
