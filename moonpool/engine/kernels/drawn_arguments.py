@@ -1,4 +1,4 @@
-"""SeededDraws arguments for the operations of `moonpool.engine.kernels.reference`, in shapes and types of given ones.
+"""Drawn arguments for the operations of `moonpool.engine.kernels.reference`, in shapes and types of given ones.
 
 For comparisons (`moonpool.engine.kernels.self_check`): numbers, lengths and places are such that results show a key,
 row or head that is left out or taken for another. Blocks of the pool that the given arguments name are overwritten.
@@ -32,7 +32,7 @@ _NUMBERS = frozenset({"x", "residual", "q", "k", "v", "qk", "gate_up", "results"
 
 
 class SeededDraws:
-    """SeededDraws the same each time.
+    """Random numbers, the same each time.
 
     Args:
         device: of what is drawn.
