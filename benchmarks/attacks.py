@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +132,8 @@ def processor_s(pids: Iterable[int]) -> dict[int, float]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         used[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         for task in Path(f"/proc/{pid}/task").iterdir():
-            used |= processor_s(int(child) for child in (task / "children").read_text().split())
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread or a child that ends meanwhile
+                used |= processor_s(int(child) for child in (task / "children").read_text().split())
     return used
 
 

@@ -1,9 +1,10 @@
-"""Uses so much of a processor and does nothing else: `python -m benchmarks.attacks_load SHARE`, until killed.
+"""Uses so much of a processor and does nothing else: `python -m benchmarks.attacks_load SHARE`, while its parent lives.
 
 `benchmarks.attacks` runs one beside the calm tenant for each process that an attack kept busy.
 """
 
 import argparse
+import os
 import time
 
 BURST_S, NAP_S = 0.002, 0.001
@@ -11,9 +12,9 @@ BURST_S, NAP_S = 0.002, 0.001
 
 
 def use(share: float) -> None:
-    """Use a share of a processor, for ever. What was not had while others computed is made up for."""
-    began, before = time.monotonic(), time.process_time()
-    while True:
+    """Use a share of a processor, until the parent has ended. What was not had while others computed is made up for."""
+    began, before, parent = time.monotonic(), time.process_time(), os.getppid()
+    while os.getppid() == parent:
         burst_ends = time.process_time() + BURST_S
         while time.process_time() < burst_ends:
             sum(range(1000))

@@ -83,6 +83,28 @@ def logprobs_from_proto(message: kv_pb2.Logprobs) -> Logprobs:
     )
 
 
+def add_logprobs(message: kv_pb2.Logprobs, found: Logprobs) -> None:
+    """Append the following tokens' log probabilities to the contract's."""
+    message.logprobs.extend(found.logprobs)
+    message.ranks.extend(found.ranks)
+    message.top_token_ids.extend(found.top_token_ids)
+    message.top_logprobs.extend(found.top_logprobs)
+
+
+def copy_logprobs(message: kv_pb2.Logprobs, found: kv_pb2.Logprobs) -> None:
+    """Append log probabilities, column by column: protobuf copies memory then. Whole messages are written and read."""
+    message.logprobs.MergeFrom(found.logprobs)
+    message.ranks.MergeFrom(found.ranks)
+    message.top_token_ids.MergeFrom(found.top_token_ids)
+    message.top_logprobs.MergeFrom(found.top_logprobs)
+
+
+def cut_logprobs(message: kv_pb2.Logprobs, tokens: int) -> None:
+    """Drop the log probabilities behind the first `tokens` tokens."""
+    tops = tokens * (len(message.top_token_ids) // len(message.logprobs)) if message.logprobs else 0
+    del message.logprobs[tokens:], message.ranks[tokens:], message.top_token_ids[tops:], message.top_logprobs[tops:]
+
+
 def are_logprobs_of(message: kv_pb2.Logprobs, tokens: int) -> bool:
     """Return whether the contract's columns fit each other and so many tokens, without reading them."""
     tops = len(message.top_token_ids)

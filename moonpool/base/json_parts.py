@@ -44,6 +44,8 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
+    except (AttributeError, LookupError) as error:  # PyYAML's own, of a tag such as !!bool
+        raise ValueError("is no YAML: a value is not what its tag says") from error
     except RecursionError:
         raise ValueError("is nested too deep") from None
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import eq
-from typing import overload
+from typing import Protocol, overload
 
 MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token, at most."""
@@ -74,11 +74,23 @@ class Logprobs:
 
     def of(self, token_ids: Sequence[int]) -> Iterator[TokenLogprobs]:
         """Row by row; `token_ids` are the tokens."""
-        top = self.top
-        for at, (token, logprob, rank) in enumerate(zip(token_ids, self.logprobs, self.ranks, strict=True)):
-            likely = slice(at * top, (at + 1) * top)
-            pairs = zip(self.top_token_ids[likely], self.top_logprobs[likely], strict=True)
-            yield TokenLogprobs(token, logprob, rank, tuple(pairs))
+        return iter(LogprobRows(token_ids, self))
+
+
+class LogprobColumns(Protocol):
+    """What rows are read from: `Logprobs`, or the contract's message, which takes an event loop no time to convert."""
+
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    @property
+    def top_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def top_logprobs(self) -> Sequence[float]: ...
 
 
 class LogprobRows(Sequence[TokenLogprobs]):
@@ -86,17 +98,19 @@ class LogprobRows(Sequence[TokenLogprobs]):
 
     Args:
         token_ids: the tokens.
-        logprobs: theirs.
+        columns: theirs, which fit each other.
     """
 
-    def __init__(self, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+    def __init__(self, token_ids: Sequence[int], columns: LogprobColumns) -> None:
         self._token_ids = token_ids
-        self._logprobs = logprobs
+        self._logprobs, self._ranks = columns.logprobs, columns.ranks
+        self._top_token_ids, self._top_logprobs = columns.top_token_ids, columns.top_logprobs
+        self._top = len(self._top_token_ids) // len(self._logprobs) if self._logprobs else 0
 
     @property
     def scores(self) -> int:
         """Log probabilities: those of the tokens, and of the likely tokens beside each."""
-        return len(self) * (1 + self._logprobs.top)
+        return len(self) * (1 + self._top)
 
     def __len__(self) -> int:
         return len(self._logprobs)
@@ -111,11 +125,21 @@ class LogprobRows(Sequence[TokenLogprobs]):
         if isinstance(at, slice):
             return tuple([self[place] for place in range(len(self))[at]])
         place = range(len(self))[at]
-        (row,) = self._logprobs.part(place, place + 1).of(self._token_ids[place : place + 1])
-        return row
+        return TokenLogprobs(self._token_ids[place], self._logprobs[place], self._ranks[place], self._likely(place))
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        return self._logprobs.of(self._token_ids)
+        columns = zip(self._token_ids, self._logprobs, self._ranks, strict=True)
+        for at, (token, logprob, rank) in enumerate(columns):
+            yield TokenLogprobs(token, logprob, rank, self._likely(at))
+
+    def __reduce__(self) -> tuple[type[LogprobRows], tuple[Sequence[int], Logprobs]]:
+        logprobs, ranks = array("f", self._logprobs), array("I", self._ranks)  # a message's columns cannot be pickled
+        tops = array("i", self._top_token_ids), array("f", self._top_logprobs)
+        return LogprobRows, (self._token_ids, Logprobs(logprobs, ranks, *tops))
+
+    def _likely(self, place: int) -> tuple[tuple[int, float], ...]:
+        some = slice(place * self._top, (place + 1) * self._top)
+        return tuple(zip(self._top_token_ids[some], self._top_logprobs[some], strict=True))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))

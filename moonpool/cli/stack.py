@@ -270,7 +270,9 @@ def _open_log(log_path: Path) -> BinaryIO:
     """
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+        log = os.fdopen(os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+        os.fchmod(log.fileno(), 0o600)  # an earlier version let others read it
+        return log
     except OSError as error:
         raise ConfigError("data_dir", f"{log_path} cannot be written: {error.strerror}") from error
 

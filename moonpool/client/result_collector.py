@@ -7,7 +7,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 
-from moonpool.base.contracts import logprobs_from_proto
+from moonpool.base.contracts import are_logprobs_of, logprobs_from_proto
 from moonpool.base.errors import StreamBroken
 from moonpool.base.logprobs import LogprobRows, Logprobs, PromptLogprobRows, TokenLogprobs
 from moonpool.client.translate import from_message
@@ -207,5 +207,12 @@ def _floats(values: bytes) -> tuple[float, ...]:
 
 
 def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> PromptLogprobRows:
+    """Log probabilities of a prompt's tokens.
+
+    Raises:
+        StreamBroken: their number does not match the tokens.
+    """
     tokens = array("i", message.token_ids[1:])
-    return PromptLogprobRows(LogprobRows(tokens, _logprobs(message.logprobs, tokens)))
+    if not are_logprobs_of(message.logprobs, len(tokens)):
+        raise StreamBroken(f"the log probabilities are not those of {len(tokens)} tokens")
+    return PromptLogprobRows(LogprobRows(tokens, message.logprobs))

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from moonpool.base.contracts import are_logprobs_of, logprobs_from_proto
+from moonpool.base.contracts import are_logprobs_of, copy_logprobs, logprobs_from_proto
 from moonpool.base.errors import InvalidRequest, StreamBroken, Unavailable
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
@@ -91,8 +91,8 @@ class GenerateStream:
         self._placed_tokens = 0  # of the answer, in `keys` and in the sequence's prompt
         self._sequence_spec: kv_pb2.SequenceSpec | None = None
         self._placed: conductor_pb2.Placed | None = None
-        self._prompt_logprobs: conductor_pb2.PromptLogprobs | None = None
-        self._embedding: conductor_pb2.PromptEmbedding | None = None
+        self._prompt_logprobs: conductor_pb2.GenerateResponse | None = None
+        self._embedding: conductor_pb2.GenerateResponse | None = None
         self._finished: conductor_pb2.Finished | None = None
 
     # --- what is known of the request ---------------------------------------------------------------------------------
@@ -315,9 +315,9 @@ class GenerateStream:
             placed.corrected = placed.resume.sequence == resume.point.sequence
             self.outgoing.placed(placed)
         if resume.unscored and self._prompt_logprobs is not None:
-            self.outgoing.prompt_logprobs(self._prompt_logprobs)
+            self.outgoing.prompt_results(self._prompt_logprobs)
         if resume.unscored and self._embedding is not None:
-            self.outgoing.embedding(self._embedding)
+            self.outgoing.prompt_results(self._embedding)
         for choice, progress in pairs:
             self.outgoing.delta(choice.delta_after(progress))
 
@@ -447,15 +447,18 @@ class GenerateStream:
             if not first.embedding or len(first.embedding) % 4:
                 raise StreamBroken(f"{len(first.embedding)} bytes came for the prompt's embedding")
             self.prompt_unscored = False
-            self._embedding = conductor_pb2.PromptEmbedding(values=first.embedding)
-            self.outgoing.embedding(self._embedding)
+            embedding = conductor_pb2.PromptEmbedding(values=first.embedding)
+            self._embedding = conductor_pb2.GenerateResponse(embedding=embedding)
+            self.outgoing.prompt_results(self._embedding)
             return
         scores, prompt = first.prompt_logprobs, self.request.prompt
         if not are_logprobs_of(scores, len(prompt) - 1):
             raise StreamBroken(f"{len(scores.logprobs)} log probabilities came for a prompt of {len(prompt)} tokens")
         self.prompt_unscored = False
-        self._prompt_logprobs = conductor_pb2.PromptLogprobs(token_ids=prompt, logprobs=scores)
-        self.outgoing.prompt_logprobs(self._prompt_logprobs)
+        self._prompt_logprobs = conductor_pb2.GenerateResponse()
+        self._prompt_logprobs.prompt_logprobs.token_ids.extend(prompt)
+        copy_logprobs(self._prompt_logprobs.prompt_logprobs.logprobs, scores)
+        self.outgoing.prompt_results(self._prompt_logprobs)
 
     def _check_logprobs(self, found: Logprobs | None, tokens: int) -> None:
         """Check that there is a log probability per token if the client wants them.

@@ -42,12 +42,9 @@ class OutputQueue:
         self._growing.clear()
         self._put(conductor_pb2.GenerateResponse(placed=placed))
 
-    def prompt_logprobs(self, scored: conductor_pb2.PromptLogprobs) -> None:
-        """The prompt's log probabilities are known."""
-        self._put(conductor_pb2.GenerateResponse(prompt_logprobs=scored))
-
-    def embedding(self, embedding: conductor_pb2.PromptEmbedding) -> None:
-        self._put(conductor_pb2.GenerateResponse(embedding=embedding))
+    def prompt_results(self, message: conductor_pb2.GenerateResponse) -> None:
+        """The prompt's log probabilities or embedding are known."""
+        self._put(message)
 
     def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
         """Tokens and text; None for no news."""

@@ -1,6 +1,7 @@
 """What a served model's clients see: time to the first token, time per token, and gaps as a long prompt joins."""
 
 import asyncio
+import math
 import statistics
 import sys
 import time
@@ -23,10 +24,12 @@ from tools.gpu_check.serving import (
     ask,
     checkpoint,
     first_error,
+    gaps,
     gpu_memory_mib,
     greedy,
     plan_of,
     run_until,
+    step_ends,
 )
 from tools.gpu_check.where import CheckError, Figures, Where, expect
 
@@ -40,6 +43,8 @@ LOUD = 3.0
 REST_S = 20.0
 LOOK_S = 1.0
 """Seconds for which a thread looks at gauges: the thread cannot be cancelled."""
+OF_STEPS = " of steps"
+NOT_TOLD = "skipped: decode has not told its steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,16 @@ def serve(where: Where, served: Served, sizes: Sizes, figures: Figures) -> None:
     end = time.monotonic() + where.limit_s - ENDING_S
     model = checkpoint(where, served, figures)
     began = time.monotonic()
-    with CheckedStack(plan_of(where, served, model, f"serve-{served.folder}"), end - began) as stack:
+    spans = where.out / f"serve-{served.folder}-spans"
+    plan = plan_of(where, served, model, f"serve-{served.folder}", {"decode": ("--set", f"spans_dir={spans}")})
+    with CheckedStack(plan, end - began) as stack:
         figures["start, s"] = round(time.monotonic() - began, 1)
         figures["GPU memory at start, MiB"] = gpu_memory_mib(where)
         speeds = ClientSpeeds(stack, model, sizes, figures)
         run_until(end - time.monotonic(), speeds.measure(), lambda: speeds.doing)
         figures["GPU memory at the end, MiB"] = gpu_memory_mib(where)
     stack.expect_ended_in_order()
+    speeds.tell_gaps_of_steps(step_ends(spans / "decode-0.jsonl"))
 
 
 class ClientSpeeds:
@@ -105,6 +113,7 @@ class ClientSpeeds:
     def __init__(self, stack: CheckedStack, model: Path, sizes: Sizes, figures: Figures) -> None:
         self._stack, self._sizes, self._figures = stack, sizes, figures
         self._prompts = Prompts(load_config(model).vocab_size)
+        self._spans_of_time: list[tuple[str, float, float, float, float]] = []
         self.doing = ""
 
     async def measure(self) -> None:
@@ -201,7 +210,7 @@ class ClientSpeeds:
                 self._figures[f"TPOT {name}, ms"] = f"skipped: {batch} sequences never ran at once"
                 continue
             self._figures[f"TPOT {name}, ms"] = round(1e3 * _tpot_s(answers, begin, end), 3)
-            self._figures[f"longest gap {name}, ms"] = round(1e3 * _longest(answers, begin, end), 2)
+            self._gaps(f"{{}} gap{{}} {name}, ms", answers, begin, end)
             came = sum(answer.tokens_between(begin, end) for answer in answers)
             self._figures[f"{name}, tokens/s"] = round(came / (end - begin))
 
@@ -238,19 +247,44 @@ class ClientSpeeds:
         joined = await self._ask(prompt, 2 * AFTER_FIRST)
         sent, first, end = joined.sent, joined.times[0], clock()
         tpot_s = _tpot_s(running, before, sent)
-        computed, joins = _longest(running, sent, first), _longest(running, first, end)
         self._figures[f"{name}: TPOT before, ms"] = round(1e3 * tpot_s, 3)
-        self._figures[f"{name}: longest gap before, ms"] = round(1e3 * _longest(running, before, sent), 2)
+        self._gaps(f"{name}: {{}} gap{{}} before, ms", running, before, sent)
         self._figures[f"{name}: TTFT, ms"] = round(joined.ttft_ms, 2)
         self._figures[f"{name}: TPOT until its first token, ms"] = round(1e3 * _tpot_s(running, sent, first), 3)
-        self._figures[f"{name}: longest gap until its first token, ms"] = round(1e3 * computed, 2)
-        self._figures[f"{name}: longest gap after, ms"] = round(1e3 * joins, 2)
+        computed = self._gaps(f"{name}: {{}} gap{{}} until its first token, ms", running, sent, first)
+        joins = self._gaps(f"{name}: {{}} gap{{}} after, ms", running, first, end)
         ratio = max(computed, joins) / tpot_s
         self._figures[f"{name}: longest gap, times TPOT"] = round(ratio, 2)
         if ratio > LOUD:
             warning = f"running streams stood still for {ratio:.1f} times their time per token, wanted {LOUD:g} at most"
             self._figures[f"WARNING, {name}"] = warning
             print(f"WARNING, {name}: {warning}", file=sys.stderr)
+
+    # --- gaps --------------------------------------------------------------------------------------------------------
+
+    def _gaps(self, figure: str, answers: Sequence[Answer], begin: float, end: float) -> float:
+        """Tell clients' gaps that overlap a span of time, leave places for the engine's; return the longest."""
+        at_clients = [gap for answer in answers for gap in gaps(answer.times, begin, end)]
+        tell_gaps(self._figures, figure, "", at_clients)
+        streamed = min(answer.times[0] for answer in answers), max(answer.times[-1] for answer in answers)
+        self._spans_of_time.append((figure, begin, end, *streamed))
+        for kind in ("longest", "p99"):
+            self._figures[figure.format(kind, OF_STEPS)] = NOT_TOLD
+        return max(at_clients, default=0.0)
+
+    def tell_gaps_of_steps(self, ends: Sequence[float]) -> None:
+        """Tell the gaps between ends of decode's steps beside the clients', from the same spans of time."""
+        for figure, begin, end, first, last in self._spans_of_time:
+            meanwhile = [ended for ended in ends if first <= ended <= last]  # between answers decode has no steps
+            tell_gaps(self._figures, figure, OF_STEPS, gaps(meanwhile, begin, end))
+
+
+def tell_gaps(figures: Figures, figure: str, whose: str, found: Sequence[float]) -> None:
+    """Tell the longest of gaps and their 99th percentile; `figure` has places for which it is, and for `whose`."""
+    if found:
+        ordered = sorted(found)
+        figures[figure.format("longest", whose)] = round(1e3 * ordered[-1], 2)
+        figures[figure.format("p99", whose)] = round(1e3 * ordered[math.ceil(0.99 * len(ordered)) - 1], 2)
 
 
 def parts_of_ttft(answers: Sequence[Answer]) -> str:
@@ -272,8 +306,3 @@ def _list(answers: Sequence[Answer]) -> str:
 def _tpot_s(answers: Sequence[Answer], begin: float, end: float) -> float:
     """Seconds per token for one sequence, over all in a time span."""
     return (end - begin) * len(answers) / max(1, sum(answer.tokens_between(begin, end) for answer in answers))
-
-
-def _longest(answers: Sequence[Answer], begin: float, end: float) -> float:
-    """Longest time without tokens for a sequence, among gaps that overlap a time span."""
-    return max((gap for answer in answers for gap in answer.gaps(begin, end)), default=0.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -237,16 +239,22 @@ class Answer:
         """The instance that computed the prompt."""
         return "" if self.result is None else self.result.placement.prefill
 
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Seconds between deliveries that overlap a span of time."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return [later - earlier for earlier, later in pairs if earlier < end and later > begin]
-
     def tokens_between(self, begin: float, end: float) -> int:
         """Tokens that came in a span of time."""
         marks = [0, *(count for moment, count in zip(self.times, self.counts, strict=True) if moment <= end)]
         before = [0, *(count for moment, count in zip(self.times, self.counts, strict=True) if moment <= begin)]
         return marks[-1] - before[-1]
+
+
+def gaps(times: Sequence[float], begin: float, end: float) -> list[float]:
+    """Return the seconds between successive times, of gaps that overlap a span of time."""
+    return [later - earlier for earlier, later in pairwise(times) if earlier < end and later > begin]
+
+
+def step_ends(spans: Path) -> list[float]:
+    """Return when decode steps ended, by a service's recorded spans: seconds of the event loop's clock on this host."""
+    told = [json.loads(line) for line in spans.read_text(encoding="utf-8").splitlines()]
+    return sorted((span["ts"] + span["dur"]) / 1e6 for span in told if span["name"] == "decode.step")
 
 
 def greedy(tokens: int, **more: Any) -> SamplingParams:

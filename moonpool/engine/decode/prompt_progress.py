@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.base.cluster.proto_conversion import check_instance
-from moonpool.base.contracts import logprobs_to_proto
+from moonpool.base.contracts import add_logprobs, copy_logprobs, cut_logprobs, logprobs_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.steps import SampledCandidates, StepResult
@@ -14,7 +14,7 @@ from moonpool.engine.decode.core.actions import BeginPrompt, Chunk
 from moonpool.engine.request import RequestRows
 from moonpool.engine.scheduler.prefix_sources import KVSource
 from moonpool.engine.subscriber import known_tokens
-from moonpool.v1 import decode_pb2, prefill_pb2
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 
 MAX_CHUNKS = 256
 """Most steps with reported times."""
@@ -47,7 +47,7 @@ class PromptProgress:
     told: BeginPrompt | None = None
     loads: list[prefill_pb2.TimedTokens] = field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)
-    scores: Logprobs = field(default_factory=Logprobs)
+    scores: kv_pb2.Logprobs = field(default_factory=kv_pb2.Logprobs)
     embedding: bytes = b""
     encode_s: float = 0.0
     began: float | None = None
@@ -84,8 +84,8 @@ class PromptProgress:
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.count, begin_s, self.ended))
         if index in result.scores:
-            self.scores = self.scores.part(0, chunk.start)
-            self.scores.extend(result.scores[index])
+            cut_logprobs(self.scores, chunk.start)
+            add_logprobs(self.scores, result.scores[index])
         self.embedding = result.embeddings.get(index, b"")
 
     def first_token(self, found: SampledCandidates, logprobs: Logprobs | None) -> prefill_pb2.FirstToken:
@@ -93,12 +93,11 @@ class PromptProgress:
         began = self.ended if self.began is None else self.began
         told, stores = self.told, [source.instance for source in self.sources]
         assert told is not None, "a prompt is computed after its turn has come"
-        return prefill_pb2.FirstToken(
+        first = prefill_pb2.FirstToken(
             token_id=found.tokens[0],
             further_token_ids=found.tokens[1:],
             log_probabilities=found.log_probabilities,
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
-            prompt_logprobs=logprobs_to_proto(self.scores) if len(self.scores) else None,
             embedding=self.embedding,
             local_tokens=told.cached_tokens,
             loaded_tokens=told.loaded_tokens,
@@ -119,6 +118,9 @@ class PromptProgress:
                 for load in told.loads
             ],
         )
+        if self.scores.logprobs:
+            copy_logprobs(first.prompt_logprobs, self.scores)
+        return first
 
 
 def prompt_error(message: decode_pb2.StartSequence, stores: int) -> str | None:

@@ -7,7 +7,7 @@ from math import inf
 
 from moonpool.base import world
 from moonpool.base.cluster.proto_conversion import check_instance
-from moonpool.base.contracts import logprobs_to_proto
+from moonpool.base.contracts import add_logprobs, copy_logprobs, logprobs_to_proto
 from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.steps import SampledCandidates, StepResult, TokenHistory
@@ -54,7 +54,7 @@ class LivePrefill:
     history: TokenHistory = dataclasses.field(init=False)
     first: SampledCandidates | None = None
     logprobs: Logprobs | None = None
-    scores: Logprobs = dataclasses.field(default_factory=Logprobs)
+    scores: kv_pb2.Logprobs = dataclasses.field(default_factory=kv_pb2.Logprobs)
     embedding: bytes = b""
     error: MoonpoolError | None = None
     forgotten: Sequence[str] = ()
@@ -121,7 +121,7 @@ class LivePrefill:
         self.encode_s += sum(picture.ns for picture in result.pictures if picture.index == index) / 1e9
         token = result.sampled[index]
         if index in result.scores:
-            self.scores.extend(result.scores[index])
+            add_logprobs(self.scores, result.scores[index])  # now: all at the end take too long
         self.embedding = result.embeddings.get(index, b"")
         if index in result.failed:
             self.error = self._failure(result.failed[index])
@@ -147,7 +147,6 @@ class LivePrefill:
             further_token_ids=found.tokens[1:],
             log_probabilities=found.log_probabilities,
             logprobs=None if self.logprobs is None else logprobs_to_proto(self.logprobs),
-            prompt_logprobs=logprobs_to_proto(self.scores) if len(self.scores) else None,
             embedding=self.embedding,
             local_tokens=told.cached_tokens,
             loaded_tokens=told.loaded_tokens,
@@ -170,7 +169,10 @@ class LivePrefill:
                 for load in told.loads
             ],
         )
-        return prefill_pb2.PrefillResponse(first_token=first)
+        response = prefill_pb2.PrefillResponse(first_token=first)
+        if self.scores.logprobs:
+            copy_logprobs(response.first_token.prompt_logprobs, self.scores)
+        return response
 
     def note_load(self, tokens: int, began: float, ended: float) -> None:
         """Record loaded tokens; begin and end in seconds of `time.monotonic()`."""

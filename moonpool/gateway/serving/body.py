@@ -56,7 +56,7 @@ class Body(BaseModel):
     def contract(cls) -> FieldContract:
         """What happens to the fields of this object."""
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Body)]
-        honoured = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        honoured = frozenset(cls.shown_names().values())
         ignored = frozenset(name for base in bases for name in base.ignored) - honoured
         refused = {name: given for base in bases for name, given in base.refused.items() if name not in honoured}
         return FieldContract(honoured, ignored - refused.keys(), refused, cls.unknown_ignored)
@@ -70,13 +70,13 @@ class Body(BaseModel):
         Raises:
             InvalidRequest: a field is refused; names the field with the field's place.
         """
-        contract = self.contract()
         for name, value in (self.model_extra or {}).items():
+            contract = self.contract()
             contract.check(place, name, value)
             if name not in contract.refused:
                 yield place + name
         for name, part in self._parts():
-            if isinstance(part, PassedOver):
+            if type(part) is PassedOver:
                 yield place + name
             else:
                 yield from part.ignored_fields(f"{place}{name}.")
@@ -84,14 +84,20 @@ class Body(BaseModel):
     def _parts(self) -> Iterator[tuple[str, Body | PassedOver]]:
         """Objects within this object, with their names."""
         for name, value in self.__dict__.items():
-            if not isinstance(value, Body | list):
+            if value is None:
                 continue
-            shown = type(self).model_fields[name].alias or name
-            if isinstance(value, Body):
-                yield shown, value
-            elif value and isinstance(value[0], Body | PassedOver | str):
-                parts = enumerate(value)  # not of numbers, which may be a million
-                yield from ((f"{shown}.{index}", part) for index, part in parts if isinstance(part, Body | PassedOver))
+            if type(value) is list:
+                if value and (type(value[0]) is str or _is_part(value[0].__class__)):  # numbers may be a million
+                    shown, parts = self.shown_names()[name], enumerate(value)
+                    yield from ((f"{shown}.{index}", part) for index, part in parts if _is_part(part.__class__))
+            elif _is_part(value.__class__):
+                yield self.shown_names()[name], value
+
+    @classmethod
+    @cache
+    def shown_names(cls) -> dict[str, str]:
+        """The fields' names in bodies, by attribute."""
+        return {name: field.alias or name for name, field in cls.model_fields.items()}
 
     def check(self) -> None:
         """Check what the types of the fields cannot express.
@@ -99,6 +105,12 @@ class Body(BaseModel):
         Raises:
             InvalidRequest: a field is wrong; names the field.
         """
+
+
+@cache
+def _is_part(kind: type) -> bool:
+    """Return whether values of a type are parts of a body. Of a value, pydantic takes a microsecond to say so."""
+    return issubclass(kind, Body | PassedOver)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ docs/gateway.md has the policy as a table, "What a request may leave out or add"
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 
@@ -61,6 +61,7 @@ _SERVER_ITEMS = frozenset(
 """Items of a response about what a vendor's servers did."""
 
 
+@final
 class PassedOver(BaseModel):
     """A tool of a vendor's servers, or a part of a history about one: accepted, named in the warning, never shown."""
 

@@ -1,4 +1,4 @@
-"""YAML from elsewhere: references that stand for more than they show."""
+"""YAML from elsewhere: references that stand for more than they show, and tags that do not fit."""
 
 import time
 
@@ -21,6 +21,12 @@ def test_what_references_would_make_is_bounded(text: str) -> None:
     with pytest.raises(ValueError, match="parts"):
         parse_yaml(text)
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("value", ["!!bool x", "!!int ''", "!!float ''", "!!int '-'", "!!timestamp x"])
+def test_a_value_that_is_not_what_its_tag_says_is_no_yaml(value: str) -> None:
+    with pytest.raises(ValueError, match="tag"):
+        parse_yaml(f"a: {value}")
 
 
 def test_plain_references_work() -> None:

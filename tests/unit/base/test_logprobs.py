@@ -1,11 +1,21 @@
 """Log probabilities in columns: rows, parts, and the way through the contract."""
 
+import copy
+import pickle
 from array import array
 
 import pytest
 
-from moonpool.base.contracts import are_logprobs_of, logprobs_from_proto, logprobs_to_proto
+from moonpool.base.contracts import (
+    add_logprobs,
+    are_logprobs_of,
+    copy_logprobs,
+    cut_logprobs,
+    logprobs_from_proto,
+    logprobs_to_proto,
+)
 from moonpool.base.logprobs import LogprobRows, Logprobs, PromptLogprobRows, TokenLogprobs
+from moonpool.v1 import kv_pb2
 
 
 def scores(*values: float, top: int = 2) -> Logprobs:
@@ -73,6 +83,35 @@ def test_through_the_contract(top: int) -> None:
     assert logprobs_from_proto(logprobs_to_proto(whole)) == whole
     assert whole.consistent
     assert [are_logprobs_of(logprobs_to_proto(whole), tokens) for tokens in (1, 2, 3)] == [False, True, False]
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_the_contract_by_parts(top: int) -> None:
+    whole, message, copy = scores(-1.0, -2.0, -4.0, top=top), kv_pb2.Logprobs(), kv_pb2.Logprobs()
+    cut_logprobs(message, 0)
+    for begin, end in ((0, 1), (1, 1), (1, None)):
+        add_logprobs(message, whole.part(begin, end))
+    assert message == logprobs_to_proto(whole)
+    cut_logprobs(message, 3)
+    copy_logprobs(copy, message)
+    cut_logprobs(message, 1)
+    assert message == logprobs_to_proto(whole.part(0, 1))
+    copy_logprobs(message, logprobs_to_proto(whole.part(1)))
+    assert message == copy == logprobs_to_proto(whole)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_rows_of_the_contract(top: int) -> None:
+    whole = scores(-1.0, -2.0, -4.0, top=top)
+    found, rows = LogprobRows([7, 8, 9], logprobs_to_proto(whole)), LogprobRows([7, 8, 9], whole)
+    assert (found, list(found), found[-1], found[1:], found.scores) == (
+        rows,
+        list(rows),
+        rows[2],
+        rows[1:],
+        3 + 3 * top,
+    )
+    assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == rows
 
 
 def test_columns_that_do_not_fit() -> None:

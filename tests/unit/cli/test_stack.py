@@ -19,11 +19,16 @@ from tests.unit.cli.fake_services import instead
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_service_is_in_our_session_and_in_a_group_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("logged_before", [False, True])
+def test_a_service_is_in_our_session_and_in_a_group_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged_before: bool
+) -> None:
     """So that cores are shared fairly between services, and Ctrl-C reaches none of them; nobody else reads the log."""
     (tmp_path / "fake_service.py").write_text("import os\nprint('ready:', os.getsid(0), os.getpgrp(), flush=True)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    if logged_before:
+        (tmp_path / "log").touch(0o644)
     service = ServiceProcess("kvstore", "fake-0", [], tmp_path / "log", launcher=instead("fake_service"))
     assert service.wait_ready(60) == f"{os.getsid(0)} {service.pid}"
     assert service.wait(60) == 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from moonpool.base.errors import DeadlineExceeded
+from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import (
     AsyncClient,
@@ -254,6 +255,19 @@ def test_backoffs_double_and_sum_up_to_the_limit() -> None:
     assert list(backoff_pauses(0.7)) == [0.05, 0.1, 0.2]
     assert list(backoff_pauses(0.0)) == []
     assert max(backoff_pauses(10.0)) == 1.0
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_tokens(dial: Dial) -> None:
+    first, *rest = answer()
+    told = pb.PromptLogprobs(token_ids=[1, 2, 3])
+    told.logprobs.CopyFrom(kv_pb2.Logprobs(logprobs=[-1, -2], ranks=[1, 2], top_token_ids=[7, 8], top_logprobs=[0, -1]))
+    with dial(FakeConductor(lambda _: [first, pb.GenerateResponse(prompt_logprobs=told), *rest])) as client:
+        assert client.generate(prompt="hi").prompt_logprobs == [
+            None, TokenLogprobs(2, -1.0, 1, ((7, 0.0),)), TokenLogprobs(3, -2.0, 2, ((8, -1.0),)),
+        ]  # fmt: skip
+        del told.logprobs.top_logprobs[-1]
+        with pytest.raises(StreamBroken, match="not those of 2 tokens"):
+            client.generate(prompt="hi")
 
 
 def test_lost_tokens_and_early_ends_are_noticed(dial: Dial) -> None:

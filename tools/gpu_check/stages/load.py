@@ -24,6 +24,7 @@ from tools.gpu_check.serving import (
     Prompts,
     ask,
     checkpoint,
+    gaps,
     gpu_memory_mib,
     greedy,
     known_part,
@@ -108,7 +109,7 @@ class Load:
             self.counts["answered"] += 1
             outcome.ended, outcome.tokens = time.monotonic(), len(answer.tokens)
             outcome.first = begin + answer.ttft_ms / 1e3
-            outcome.gaps = answer.gaps(0.0, float("inf"))
+            outcome.gaps = gaps(answer.times, 0.0, float("inf"))
             self.outcomes.append(outcome)
             return answer
         try:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.kv.keys import block_keys
+from moonpool.base.contracts import logprobs_from_proto
+from moonpool.base.kv.keys import block_keys, tokens_to_bytes
 from tests.unit.base.transport.fakes import LAYOUT, ROOT
 from tests.unit.engine.prefill.calls import assert_arrived, begin, dismiss, promised
-from tests.unit.fakes.engine import next_token
+from tests.unit.fakes.engine import next_token, scores_of
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, read_spans, spec
 
 
@@ -34,6 +35,21 @@ async def test_computes_and_streams(length: int, stages: int, tmp_path: Path) ->
     sends = read_spans(tmp_path / "spans", "kv.send")
     assert {span["args"]["layer"] for span in sends} == set(range(LAYOUT.layers))
     assert sum(span["args"]["bytes"] for span in sends) == LAYOUT.blocks_for(length) * LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("length", [1, 2 * BLOCK, 5 * BLOCK + 3])
+async def test_log_probabilities_of_the_prompt(length: int) -> None:
+    """They come step by step, and are told together."""
+    tokens = prompt(length)
+    async with prefilling() as prefill:
+        asked = spec("a", tokens)
+        asked.sampling.prompt_logprobs = 0
+        story = await begin(prefill, asked)
+        told = await story.first_token()
+        assert logprobs_from_proto(told.prompt_logprobs) == scores_of(tokens_to_bytes(tokens[1:]))
+        while await story.read():
+            pass
+        await prefill.rest()
 
 
 async def test_a_layer_leaves_while_the_next_waits() -> None:

@@ -17,10 +17,20 @@ from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.telemetry.spans import Recorder
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Timing, TokenEvent
 from moonpool.engine.models.random_checkpoint import SHAPES
-from tools.gpu_check.client_speeds import LARGE_SIZES, SIZES, TINY_SIZES, Sizes, parts_of_ttft
+from tools.gpu_check.client_speeds import (
+    LARGE_SIZES,
+    NOT_TOLD,
+    OF_STEPS,
+    SIZES,
+    TINY_SIZES,
+    Sizes,
+    parts_of_ttft,
+    tell_gaps,
+)
 from tools.gpu_check.serving import (
     LARGE,
     SMALL,
@@ -29,8 +39,10 @@ from tools.gpu_check.serving import (
     CheckedStack,
     Served,
     checkpoint,
+    gaps,
     known_part,
     run_until,
+    step_ends,
 )
 from tools.gpu_check.stages.load import ANSWER, Load
 from tools.gpu_check.stages.two_stages import compare
@@ -116,10 +128,30 @@ def test_gaps_are_those_that_overlap_a_span() -> None:
     for moment, tokens in ((1.0, [1]), (1.1, [2]), (1.6, [3, 4]), (1.7, [5])):
         answer.came(tokens, moment)
     assert answer.ttft_ms == 1000.0
-    assert answer.gaps(1.2, 1.3) == [pytest.approx(0.5)]
-    assert max(answer.gaps(0.0, 9.0)) == pytest.approx(0.5)
-    assert answer.gaps(1.65, 9.0) == [pytest.approx(0.1)]
+    assert gaps(answer.times, 1.2, 1.3) == [pytest.approx(0.5)]
+    assert max(gaps(answer.times, 0.0, 9.0)) == pytest.approx(0.5)
+    assert gaps(answer.times, 1.65, 9.0) == [pytest.approx(0.1)]
     assert (answer.tokens_between(1.1, 1.6), answer.tokens_between(0.0, 9.0)) == (2, 5)
+
+
+def test_beside_the_gaps_of_clients_stand_those_of_recorded_steps(tmp_path: Path) -> None:
+    spans = Recorder("decode-0", tmp_path / "decode-0.jsonl")
+    for ended_ms in (1000, 1004, 1050, 1054):
+        spans.add("decode.step", 10**6 * (ended_ms - 2), 10**6 * ended_ms, step=1, requests=["one"])
+        spans.add("kv.receive", 0, 10**6 * (ended_ms + 1))
+    spans.close()
+    ends = step_ends(tmp_path / "decode-0.jsonl")
+    assert ends == pytest.approx([1.0, 1.004, 1.05, 1.054])
+    figures: Figures = {}
+    tell_gaps(figures, "{} gap{} of all, ms", "", [0.005] * 98 + [0.05, 0.09])
+    tell_gaps(figures, "{} gap{} of all, ms", OF_STEPS, gaps(ends, 1.001, 1.01))
+    tell_gaps(figures, "{} gap{} of none, ms", OF_STEPS, gaps(ends, 2.0, 3.0))
+    assert figures == {
+        "longest gap of all, ms": 90.0,
+        "p99 gap of all, ms": 50.0,
+        "longest gap of steps of all, ms": 46.0,
+        "p99 gap of steps of all, ms": 46.0,
+    }
 
 
 def test_a_time_to_the_first_token_is_told_in_parts() -> None:
@@ -177,6 +209,7 @@ def test_a_stage_passes_on_staged(name: str, out: Path) -> None:
     result = run_check(name, check, Where("staged", True, out, LIMIT_S - 20.0))
     assert result["error"] is None
     assert result["figures"]
+    assert NOT_TOLD not in result["figures"].values()  # type: ignore[attr-defined]
 
 
 def test_an_answer_is_known_up_to_a_near_tie() -> None:

@@ -40,8 +40,9 @@ FIRST, TEXT = next(iter(SHAPES)), PAGE.read_text(encoding="utf-8")
 WRITES = "python -m tools.gen_kernel_resources writes the page"
 GIVEN_UP = 8
 """Bytes of two registers, which the assembler keeps in memory of itself, for another program at once."""
-GIVEN_UP_BY_OTHERS = 32
-"""Of another Triton than the page's: with 3.6 a prompt's float8 KV on Ampere."""
+GIVEN_UP_BY_OTHERS = 64
+"""Of another Triton than the page's: 3.6 gives up 40 over float8 latent vectors (Hopper), 32 of float8 KV (Ampere)."""
+SAME = importlib.util.find_spec("triton") is not None and f"Triton {importlib.metadata.version('triton')} " in TEXT
 GIVEN_UP_BY_LATENT = 384
 """Of 64 rows over latent vectors, with Triton 3.9; with 3.6 and 3.7 none are, and 64 rows take half the time of 32."""
 
@@ -94,7 +95,9 @@ def _page(name: str, gpus: Sequence[Gpu]) -> dict[Row, list[tuple[int, float] | 
 
 def _given_up(tile: str) -> int:
     """Bytes of registers that a kernel with a tile may keep in memory."""
-    return GIVEN_UP_BY_LATENT if "64 x 64, 8 warps, 2 stages" in tile else GIVEN_UP
+    if "64 x 64, 8 warps, 2 stages" in tile:
+        return GIVEN_UP_BY_LATENT
+    return GIVEN_UP if SAME else GIVEN_UP_BY_OTHERS
 
 
 def _compare(gpu: Gpu, row: Row, taken: Resources | None, there: tuple[int, float] | None) -> None:
@@ -102,12 +105,9 @@ def _compare(gpu: Gpu, row: Row, taken: Resources | None, there: tuple[int, floa
     assert (taken is None) == (there is None), row
     if taken is None or there is None:
         return
-    same = f"Triton {importlib.metadata.version('triton')} " in TEXT
-    assert taken.stack_bytes <= max(_given_up(row[3]), 0 if same else GIVEN_UP_BY_OTHERS), (
-        f"{row} on {gpu.name}: {taken}"
-    )
+    assert taken.stack_bytes <= _given_up(row[3]), f"{row} spills on {gpu.name}: {taken}"
     assert taken.shared_bytes <= gpu.limits.shared_bytes, f"{row} does not fit on {gpu.name}: {taken}"
-    assert taken.registers == pytest.approx(there[0], abs=24 if same else 96), (row, gpu.name)
+    assert taken.registers == pytest.approx(there[0], abs=24 if SAME else 96), (row, gpu.name)
     assert taken.shared_bytes / 1024 == pytest.approx(there[1], rel=0.1, abs=1), (row, gpu.name)
 
 
