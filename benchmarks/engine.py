@@ -16,7 +16,8 @@ one token.
 
 Our decode guesses tokens as by default; `--speculative off` leaves that out.
 
-`--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. Never run there.
+`--device cuda` puts prefill and decode on a GPU, beside those of transformers, vLLM and SGLang that are there and the
+GPU's own limits. Never run there.
 
 Answers are greedy, and a row per peer says which share of its tokens is ours too, up to an answer's first other token:
 behind it the two answer different texts. Sums that round differently change the choice where two tokens are nearly as
@@ -347,7 +348,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     models = f"shapes of `moonpool model create`, folders, GGUF files, or {TRAINED}, with commas"
     add("--model", default=f"small,qwen2.5-0.5b,{TRAINED}", help=models)
-    add("--only", default=",".join(NAMES), help=f"peers, with commas (default {','.join(NAMES)})")
+    peers = ",".join(name for name in NAMES if name != "sglang")
+    add("--only", default=peers, help=f"of {', '.join(NAMES)}, with commas (default {peers})")
     types = "of ours, and of peers that take one: bfloat16 or float32, or both with a comma (default both)"
     add("--dtype", type=dtypes, default=",".join(DTYPES), help=types)
     kinds = f"of the models: none = dequantised, file = as they are, {', '.join(list(FILE_TYPES)[2:])} = written so"

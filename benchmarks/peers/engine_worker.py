@@ -1,10 +1,10 @@
 """Another engine as a process that answers lines of JSON: `python engine_worker.py ENGINE MODEL THREADS DTYPE DEVICE`.
 
-ENGINE is openvino, llama_cpp, vllm or transformers; DTYPE, float32 or bfloat16, is what these can be told; DEVICE is
-cpu, or for transformers cuda. It runs in the Python of the peer's environment and imports nothing of Moonpool. The
-first line that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts
-of one length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each,
-computed together.
+ENGINE is openvino, llama_cpp, vllm, sglang or transformers; DTYPE, float32 or bfloat16, is what these can be told;
+DEVICE is cpu, or for the last three cuda. It runs in the Python of the peer's environment and imports nothing of
+Moonpool. The first line that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens":
+N}`, prompts of one length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N
+tokens each, computed together.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 Prompts = Sequence[Sequence[int]]
 Answer = Callable[[Prompts, int], list[list[int]]]
 LONGEST = 4096
-MOST = 32
+MOST = 64
 
 
 def openvino(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
@@ -91,16 +91,17 @@ def llama_cpp(model: str, threads: int, dtype: str, device: str) -> tuple[str, A
 
 
 def vllm(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
-    """The engine of vLLM for CPUs on a folder, in this process; prompts are computed anew each time."""
+    """The engine of vLLM on a folder, in this process; prompts are computed anew each time."""
     import os
 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
     import vllm as lib
 
+    steps = {"max_num_batched_tokens": LONGEST} if device == "cpu" else {}  # for a GPU vLLM knows better
     loaded = lib.LLM(
-        model, dtype=dtype, max_model_len=LONGEST, max_num_seqs=MOST, max_num_batched_tokens=LONGEST,
-        enable_prefix_caching=False, skip_tokenizer_init=True,
+        model, dtype=dtype, max_model_len=LONGEST, max_num_seqs=MOST,
+        enable_prefix_caching=False, skip_tokenizer_init=True, **steps,
     )  # fmt: skip
 
     def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
@@ -111,6 +112,23 @@ def vllm(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer
         return [list(out.outputs[0].token_ids) for out in loaded.generate(asked, sampling, use_tqdm=False)]
 
     return f"vLLM {lib.__version__}", answer
+
+
+def sglang(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
+    """The engine of SGLang on a folder; prompts are computed anew each time."""
+    import sglang as lib
+
+    loaded = lib.Engine(
+        model_path=model, dtype=dtype, device=device, context_length=LONGEST, max_running_requests=MOST,
+        disable_radix_cache=True, skip_tokenizer_init=True,
+    )  # fmt: skip
+
+    def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        outs = loaded.generate(input_ids=[list(prompt) for prompt in prompts], sampling_params=sampling)
+        return [list(out["output_ids"]) for out in outs]
+
+    return f"SGLang {lib.__version__}", answer
 
 
 def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
@@ -135,11 +153,16 @@ def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str
     return f"transformers {lib.__version__}", answer
 
 
-ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "vllm": vllm, "transformers": transformers}
+ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "vllm": vllm, "sglang": sglang, "transformers": transformers}
 
 
 def main(name: str, model: str, threads: str, dtype: str, device: str) -> None:
     """Answer until its input ends."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():  # else vLLM for CPUs would compute there
+            sys.exit("torch can use no GPU")
     version, answer = ENGINES[name](model, int(threads), dtype, device)
     print(json.dumps({"ready": version}), flush=True)
     for line in sys.stdin:

@@ -7,6 +7,7 @@ import sys
 import threading
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from benchmarks.frame import Skipped
 WORKER = Path(__file__).with_name("engine_worker.py")
 PACKAGES = {"openvino": ("openvino-genai==2026.4.1.0",), "llama_cpp": ("llama-cpp-python==0.3.36", "numpy==2.4.6")}
 """That each needs; the last one is compiled for this machine, which takes minutes. transformers is ours."""
-NAMES = {"openvino": "OpenVINO GenAI", "llama_cpp": "llama.cpp", "vllm": "vLLM", "transformers": "transformers"}
+NAMES = {
+    "openvino": "OpenVINO GenAI",
+    "llama_cpp": "llama.cpp",
+    "vllm": "vLLM",
+    "transformers": "transformers",
+    "sglang": "SGLang",
+}
+ON_GPUS = ("vllm", "transformers", "sglang")
 INSTALLED = {"vllm": Path(".engines/vllm/bin/python")}
 """The Python of peers that `make test-engines` installs, at exact versions."""
 START_S = 900.0
@@ -48,7 +56,7 @@ class Environment:
         """The Python that runs a peer; sets its environment up when there is none yet.
 
         Raises:
-            Skipped: it cannot be installed here.
+            Skipped: it cannot be installed here, or imported by this Python if nothing installs it.
         """
         if (elsewhere := self._installed.get(peer)) is not None:
             if not elsewhere.exists():
@@ -56,6 +64,8 @@ class Environment:
             return elsewhere
         packages = self._packages.get(peer)
         if packages is None:
+            if find_spec(peer) is None:
+                raise Skipped(f"{NAMES[peer]} cannot be imported")
             return Path(sys.executable)
         home = self._folder / peer
         python, done = home / "bin" / "python", home / "done"
@@ -115,21 +125,31 @@ class Peer:
 
 @contextlib.contextmanager
 def running(
-    peer: str, python: Path, model: Path, threads: int, dtype: str = "bfloat16", device: str = "cpu"
+    peer: str,
+    python: Path,
+    model: Path,
+    threads: int,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    log: int = subprocess.DEVNULL,
 ) -> Iterator[Peer]:
-    """A peer for as long as the body runs; `dtype` and `device` count for those that take one.
+    """A peer for as long as the body runs; the file `log` gets its messages.
+
+    `dtype` and `device` count for those that take one.
 
     Raises:
         Skipped: it cannot load the model, or does not run on the device.
     """
-    if device != "cpu" and peer != "transformers":
+    if device != "cpu" and peer not in ON_GPUS:
         raise Skipped(f"{NAMES[peer]} is compared on CPUs only")
     argv = [str(python), str(WORKER), peer, str(model), str(threads), dtype, device]
-    process = subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         yield Peer(peer, process)
     finally:
         process.kill()
         process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # a question may wait there
+                if pipe is not None:
+                    pipe.close()

@@ -21,4 +21,5 @@ ORDER = (
     "serve_small",
     "serve_large",
     "profile",
+    "other_engines",
 )

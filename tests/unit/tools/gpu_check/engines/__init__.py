@@ -1,0 +1,1 @@
+"""Other engines, as the check calls them: fakes that answer sevens."""
