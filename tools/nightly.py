@@ -48,6 +48,9 @@ class Work:
 WORKS = (
     Work("storms in virtual time", "-m tests.world.storm --seed {seed} --storms {seeds}", 10),
     Work("storms in the role both", "-m tests.world.storm --both --seed {seed} --storms {seeds}", 10),
+    Work("storms with ranks", "-m tests.world.storm --ranks 2 --seed {seed} --storms {seeds}", 10),
+    Work("storms of stages on hosts", "-m tests.world.storm --hosts --seed {seed} --storms {seeds}", 10),
+    Work("storms of pictures", "-m tests.world.storm --pictures --seed {seed} --storms {seeds}", 10),
     Work("storms over processes", "-m tests.faults --seed {seed} --storms {seeds}", 1),
     Work("storms over ranks", "-m tests.faults --ranks 2 --seed {seed} --storms {seeds}", 1),
     Work("storms over processes in the role both", "-m tests.faults --both --seed {seed} --storms {seeds}", 1),

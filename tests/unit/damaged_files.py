@@ -12,6 +12,7 @@ import argparse
 import base64
 import collections
 import copy
+import gzip
 import json
 import os
 import random
@@ -23,13 +24,14 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import resources
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from moonpool.base.bundled import model_dir
@@ -46,6 +48,7 @@ from moonpool.base.runtime.journal import rerun
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.cli.settings import stack_settings
 from moonpool.engine.emulated.profile import load_profile
+from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.remote.schema import SchemaError
 from moonpool.gateway.batches.lines import InputFile
 from moonpool.gateway.batches.store import BatchStore
@@ -62,7 +65,9 @@ from tests.unit.base.checkpoint.test_lora import write as write_adapter
 from tests.unit.base.checkpoint.test_mmproj import files as write_mmproj
 from tests.unit.base.rpc.certificates import issue
 from tests.unit.base.runtime.test_journal import OURS, counted
+from tests.unit.engine.models.test_imatrix import newer, older
 from tests.unit.engine.remote.test_schema import ALL
+from tools.decisions.corpus import compare
 
 MAX_S = 5.0
 """Seconds of processor that reading may take."""
@@ -452,6 +457,39 @@ def _batches(folder: Path) -> BatchStore:
     return BatchStore(folder / "b", 1 << 20, ThreadPoolExecutor(1), lambda: 1.0)
 
 
+def _importance_entries() -> dict[str, Any]:
+    return {f"blk.0.{name}.weight": np.arange(1, 9, dtype=np.float32) for name in ("attn_q", "attn_k", "ffn_down")}
+
+
+def _importance(folder: Path) -> None:
+    newer(folder / "imatrix", _importance_entries())
+
+
+def _older_importance(folder: Path) -> None:
+    older(folder / "imatrix", _importance_entries())
+
+
+def _read_importance(folder: Path) -> object:
+    """By names and sizes: damaged numbers are other numbers."""
+    found = read_imatrix(folder / "imatrix", load_config(model_dir()))
+    return {name: importance.shape for name, importance in found.items()}
+
+
+def _decisions(folder: Path) -> None:
+    """Two folders of one recording, which differ in its second pair."""
+    for name, second in (("a", "x"), ("b", "y")):
+        (folder / name).mkdir()
+        digest = {"pairs": 2, "sha256": name, "classes": ["One", "Two"], "wrong": list[str]()}
+        (folder / name / "digests.json").write_text(json.dumps({"w-1": digest}))
+        with gzip.open(folder / name / "w-1.txt.gz", "wt", encoding="utf-8") as lines:
+            lines.write(f"core first\n  > #0(1)\n  = []\ncore {second}\n  > #1(2)\n  = []\n")
+
+
+def _read_decisions(folder: Path) -> object:
+    with redirect_stdout(StringIO()):
+        return compare(folder / "a", folder / "b", loose=False)
+
+
 READERS = (
     Reader("journal", counted, lambda folder: rerun(folder / "a.0", modules=OURS).events, ("a.0",)),
     Reader("trace", _mooncake, lambda folder: read_trace(folder / "t.jsonl")),
@@ -463,6 +501,9 @@ READERS = (
     Reader("tiktoken", _tiktoken, lambda folder: Tokenizer.load(folder).encode("Hello")),
     Reader("GGUF", lambda folder: write_sentencepiece(folder / "model.gguf"), _read_gguf),
     Reader("GGUF, part for pictures", write_mmproj, _read_mmproj),
+    Reader("importance matrix", _importance, _read_importance),
+    Reader("importance matrix, older", _older_importance, _read_importance),
+    Reader("recorded decisions", _decisions, _read_decisions, ("*/*",), (Exception,)),
     Reader("messages of stages", _stage_messages, _read_stage_messages, refusals=(SchemaError,)),
     Reader("adapter", write_adapter, read_adapter),
     Reader("arranged weights", _arranged, _read_arranged, exact=True),

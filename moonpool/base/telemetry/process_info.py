@@ -25,7 +25,10 @@ def expiry_of(pem: bytes) -> float:
     """
     from cryptography import x509  # a process without TLS does without
 
-    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    try:
+        return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    except x509.InvalidVersion as error:  # no ValueError
+        raise ValueError(str(error)) from None
 
 
 def expiry_warning(pem: bytes, now: float) -> str:

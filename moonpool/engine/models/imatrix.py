@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +79,12 @@ def _of_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
         stem = name.removesuffix(_SUMS)
         if f"{stem}{_COUNTS}" not in file.tensors:
             raise ValueError(f"{stem} has no counts")
+        if not prod(tensor.shape):
+            raise ValueError(f"{stem} has no numbers")
         sums = torch.tensor(file.floats(name)).view(-1, tensor.shape[-1])
         counts = torch.tensor(file.floats(f"{stem}{_COUNTS}")).view(-1, 1)
+        if len(counts) != len(sums):
+            raise ValueError(f"{stem} has {len(sums)} rows and {len(counts)} counts")
         yield stem, sums / counts.clamp(min=1)
 
 
@@ -91,6 +96,8 @@ def _of_older(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{count} entries")
     for _ in range(count):
         (length,) = struct.unpack_from("<i", data, at)
+        if length < 0:
+            raise ValueError(f"a name of {length} bytes")
         name = data[at + 4 : at + 4 + length].decode()
         calls, size = struct.unpack_from("<ii", data, at + 4 + length)
         at += 12 + length

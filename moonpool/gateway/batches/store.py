@@ -154,7 +154,7 @@ class BatchStore:
         try:
             self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = _opened(folder / "batches.db")
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeError) as error:  # a damaged file's errors may quote the file's bytes
             raise ConfigError(SETTING, f"{folder}: {error}") from None
 
     def now(self) -> int:

@@ -128,7 +128,7 @@ class ResponseStore:
         """Size of all records and items, after the last change."""
         try:
             self._db = _opened(file)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeError) as error:  # a damaged file's errors may quote the file's bytes
             raise ConfigError("response_store_file", f"{file}: {error}") from None
 
     @property

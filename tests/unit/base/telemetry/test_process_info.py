@@ -1,6 +1,7 @@
 """Every service tells its build, its process and the end of its certificates."""
 
 import datetime
+import ssl
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,9 @@ def test_the_log_warns_a_month_before_a_certificate_ends(day: int, warning: str)
 
 def test_what_is_no_certificate_is_left_to_whoever_uses_the_file() -> None:
     assert expiry_warning(b"-----BEGIN NOTHING-----", 0.0) == ""
+    encoded = ssl.PEM_cert_to_DER_cert(certificate(1).decode())
+    of_version_4 = encoded.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x03", 1)
+    assert expiry_warning(ssl.DER_cert_to_PEM_cert(of_version_4).encode(), 0.0) == ""
 
 
 def test_build_process_and_certificate_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

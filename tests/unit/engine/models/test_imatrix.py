@@ -112,7 +112,9 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     newer(tmp_path / "adapter", {"blk.0.attn_q.weight": np.ones(64, np.float32)}, "adapter")
     older(tmp_path / "other", {"blk.0.ssm_in.weight": np.ones(64, np.float32)})
+    (tmp_path / "backwards").write_bytes(struct.pack("<iiii", 2, -4, 1, 1) + bytes(40))
     for name, why in (
+        ("backwards", "a name of -4 bytes"),
         ("cut", "not an importance matrix"),
         ("empty", "not an importance matrix"),
         ("missing", "not an importance matrix: .*No such file"),

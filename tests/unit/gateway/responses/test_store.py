@@ -224,7 +224,17 @@ def test_files_that_are_no_stores(shelf: Shelf, tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "later")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    for name, reason in (("text", "not a database"), ("later", "version 99"), (".", "unable to open|directory")):
+    database = sqlite3.connect(tmp_path / "damaged")
+    database.execute("CREATE TABLE records (tenant TEXT)")
+    database.close()
+    whole = (tmp_path / "damaged").read_bytes()
+    (tmp_path / "damaged").write_bytes(whole.replace(b"CREATE TABLE", b"CREATE \xe5\xe5BLE"))  # errors quote this
+    for name, reason in (
+        ("text", "not a database"),
+        ("damaged", "damaged: "),
+        ("later", "version 99"),
+        (".", "unable to open|directory"),
+    ):
         with pytest.raises(ConfigError, match=reason) as caught:
             shelf.store(file=tmp_path / name)
         assert caught.value.field == "response_store_file"
