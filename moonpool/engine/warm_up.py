@@ -1,7 +1,7 @@
 """Runs a stage's kernels once before the stage is ready, so that no request waits for a compiler. For devices only.
 
 A few steps take every variant of the kernels (`moonpool.engine.kernels.triton.variants`) and every way to sample; one
-has the most tokens. Each kernel is compared with plain torch meanwhile (`moonpool.engine.kernels.self_check`). Then the
+has the most tokens. Kernels are compared with plain torch meanwhile (`moonpool.engine.kernels.self_check`). Then the
 decode graphs are captured, and the timings at start (`moonpool.engine.calibration`) are replays, as requests see them.
 Steps leave garbage in the pool's first blocks, which are unused yet.
 """

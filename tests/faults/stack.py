@@ -4,12 +4,14 @@ Every service listens at a fixed port of a loopback address of its own stack and
 front of it, so that its connections can be reset or held back, and a restarted conductor is found again.
 """
 
+import contextlib
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from moonpool.cli.stack import ServiceProcess, StackPlan
@@ -145,14 +147,19 @@ class StormStack(JournaledStack):
 
 
 def children(pid: int) -> list[int]:
-    """Living children of a process."""
-    found = []
+    """Living children of a process, the oldest first: a new process may have a smaller number."""
+    found = list[tuple[int, int]]()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [int(child) for child in path.read_text().split()]
-        except OSError:
-            continue
-    return sorted(found)
+        with contextlib.suppress(OSError):
+            for child in path.read_text().split():
+                with contextlib.suppress(OSError):
+                    found.append((_started(int(child)), int(child)))
+    return [child for _, child in sorted(found, key=itemgetter(0))]  # Linux lists those of one moment in their order
+
+
+def _started(pid: int) -> int:
+    """When a process started, in ticks since the machine did."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def descendants(pid: int) -> list[int]:

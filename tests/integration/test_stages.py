@@ -59,7 +59,7 @@ async def while_it_computes(
     """The answer to a prompt, while which is computed a process of its pipeline gets a signal; and the instance."""
     running = asyncio.create_task(answers(stack, [prompt]))
     hit = await asyncio.to_thread(computing, stack)
-    processes = sorted(children(stack.services[hit].pid))
+    processes = children(stack.services[hit].pid)
     assert len(processes) == STAGES * RANKS
     os.kill(processes[which], number)
     [output] = await running

@@ -4,6 +4,7 @@ A compiler can be wrong for one GPU about code that is right elsewhere: Triton 3
 and a model gave wrong tokens. So while `checking`, each operation that a step hands to Triton runs first on drawn
 numbers in the step's own shapes and types, once in Triton and once as `moonpool.engine.kernels.reference` has it. What
 differs by more than rounding is replaced (`moonpool.engine.kernels.choice.REPLACED`), and an error is logged.
+An indexer's choice of keys is not compared: rounding decides between keys whose sums are near.
 
 Results are read on the host, so nothing is captured meanwhile. Blocks of the pool are overwritten.
 """

@@ -14,7 +14,10 @@ LIMIT_S = 200
 BESIDE_NEXT = True
 """Compiling takes most of the time, on the host's cores."""
 CASES = "tests/unit/engine/kernels/test_triton/"
-NAMES = ("attention", "pool", "pointwise", "products", "experts", "recurrent", "sampling", "heads", "self_check", "gpu")
+NAMES = (
+    "attention", "pool", "pointwise", "products", "experts", "recurrent", "sampling", "heads", "sparse", "self_check",
+    "gpu",
+)  # fmt: skip
 ALL = [f"{CASES}cases_{name}.py" for name in NAMES]
 FEW = [f"{CASES}cases_pool.py::test_copy_blocks", f"{CASES}cases_attention.py::test_decode"]
 MOST_PROCESSES, MORE_SHAPES_S = 8, 60.0
