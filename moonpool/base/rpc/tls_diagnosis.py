@@ -47,7 +47,7 @@ async def _trouble(address: str, tls: Tls | None, context: ssl.SSLContext) -> st
                 return f"{address} speaks TLS and this side does not: set MOONPOOL_TLS_CA, or tls_ca of a service"
             await reader.readexactly(_FRAME_BYTES)
         finally:
-            writer.close()
+            writer.transport.abort()  # a closing within TLS would wait for the peer, beyond the end of the loop
     except ssl.SSLCertVerificationError as error:
         return f"{address} shows a certificate that is not accepted: {error.verify_message}"
     except asyncio.IncompleteReadError:  # gRPC's servers close without a word
@@ -67,7 +67,7 @@ async def _plaintext(address: str, tls: Tls | None) -> str:
         writer.write(_PREFACE)
         frame = await reader.readexactly(_FRAME_BYTES)
     finally:
-        writer.close()
+        writer.transport.abort()
     if frame[3] != _SETTINGS:
         return ""
     return f"{address} speaks plaintext and this side TLS: give the service there tls_cert, tls_key and tls_ca"

@@ -1,7 +1,12 @@
 """What is told of connections that certificates prevent, at once and in words."""
 
 import asyncio
+import gc
+import socket
+import ssl
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -73,3 +78,28 @@ def test_a_plaintext_client_of_a_server_with_certificates(tmp_path: Path, monkey
 def test_nobody_there_is_no_trouble_of_certificates(tmp_path: Path) -> None:
     assert asyncio.run(tls_trouble("127.0.0.1:1", tls(tmp_path, "client"))) == ""
     assert asyncio.run(tls_trouble("127.0.0.1:1", None)) == ""
+
+
+def test_a_server_that_ends_no_connection_leaves_none_open(tmp_path: Path) -> None:
+    """Within TLS, a client that closes waits for its peer's word, which does not come."""
+    tls(tmp_path, "conductor")
+    client = tls(tmp_path, "client")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "conductor.pem", tmp_path / "conductor.key")
+    asked = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        with listener.accept()[0] as accepted, context.wrap_socket(accepted, server_side=True) as connection:
+            connection.sendall(bytes(9))
+            asked.wait(60)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving_one = threading.Thread(target=serve, args=(listener,))
+        serving_one.start()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert asyncio.run(tls_trouble(f"127.0.0.1:{listener.getsockname()[1]}", client)) == ""
+            gc.collect()
+        asked.set()
+        serving_one.join()
+    assert [str(each.message) for each in caught] == []
