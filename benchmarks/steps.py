@@ -84,6 +84,8 @@ class IdleDevice:
     def register(self, memory: Tensor) -> None:
         """All memory is."""
 
+    def goes_on(self) -> None: ...
+
     def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
         """Copy nothing."""
 

@@ -20,7 +20,7 @@ from moonpool.cli.tables import size_text
 from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.platforms.registry import stage_devices
+from moonpool.engine.platforms.registry import engine_platform
 from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
 
 NATIVE = "all layers native"
@@ -160,7 +160,7 @@ def _existing(folder: Path) -> Path:
 
 def _on_host(plan: StackPlan, kind: str) -> bool:
     """Tell whether engines of this kind compute in the host's memory."""
-    return stage_devices(setting_of(plan, kind, "device", "cpu"), 1)[0].platform.in_host_pool
+    return engine_platform(setting_of(plan, kind, "device", "cpu")).in_host_pool
 
 
 def _with_mapped_weights(plan: StackPlan) -> StackPlan:

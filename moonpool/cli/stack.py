@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -27,7 +27,7 @@ from moonpool.cli.options import Engines
 from moonpool.client import Client
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.profile import SCHEME
-from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
+from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, engine_devices
 
 GATEWAY_ID = "gateway-0"
 KEY_TENANT = "key"
@@ -558,8 +558,8 @@ def memory_share(plan: StackPlan, kind: str) -> float | None:
 
 def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
     """The devices for each engine of this kind, named in settings, flags or the environment."""
-    name = setting_of(plan, kind, "device", "cpu")
-    return set(stage_devices(name, stages_of(plan, kind)))
+    name, ranks = setting_of(plan, kind, "device", "cpu"), setting_of(plan, kind, "tensor_parallel_size", "1")
+    return set(chain.from_iterable(engine_devices(name, stages_of(plan, kind), int(ranks))))
 
 
 def stages_of(plan: StackPlan, kind: str) -> int:

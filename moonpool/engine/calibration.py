@@ -16,7 +16,7 @@ from moonpool.base.scheduling.latency import Speeds, attention_pairs
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.platforms.registry import stage_devices
+from moonpool.engine.platforms.registry import engine_platform
 
 _FIRST_STEP_ID = -1000
 LONG_TOKENS = 512
@@ -55,7 +55,7 @@ class TimedSizes:
     @classmethod
     def of(cls, spec: EngineSpec) -> Self:
         """Return what is timed of an engine: more on a device, as far as steps are large and have graphs."""
-        if stage_devices(spec.device, spec.stages)[0].platform.in_host_pool:
+        if engine_platform(spec.device).in_host_pool:
             return cls()
         batch = min(32, spec.graph_rows or 32)
         return cls(max(LONG_TOKENS, spec.max_num_batched_tokens), 4096, batch, 4096, on_device=True)

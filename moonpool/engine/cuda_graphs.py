@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moonpool.base.scheduling.steps import Step
+from moonpool.engine.capture import Captures, capture_all
 from moonpool.engine.footprint import LOGIT_ROWS, MAX_GRAPH_BYTES
 from moonpool.engine.graph_inputs import GraphInputs
 from moonpool.engine.models.batch import PackedBatch
@@ -113,12 +114,9 @@ class GraphCache:
         larger = (held for held in self._held if held.rows >= rows and held.context >= context)
         return min(larger, key=lambda held: (held.context, held.rows), default=None)
 
-    def captured(self, shape: GraphShape, nbytes: int) -> bool:
-        """A graph was captured; returns whether the graph may be kept."""
-        if not self.holds(nbytes):
-            return False
+    def captured(self, shape: GraphShape) -> None:
+        """A graph was captured, and is kept."""
         self._held.add(shape)
-        return True
 
     def holds(self, nbytes: int) -> bool:
         """Count a graph's memory; returns whether the graph may be kept."""
@@ -189,7 +187,7 @@ class DecodeGraphs:
 
     @in_inference_mode
     def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
-        """Capture all graphs. Each shape runs eagerly first, so that no kernel is compiled within a capture.
+        """Capture all graphs.
 
         Args:
             stream: the compute stream, idle.
@@ -210,6 +208,11 @@ class DecodeGraphs:
             stream.record().wait()
             if self.not_sampled:
                 log.warning("%d graphs of head and sampling: %s", len(self._ends), self.not_sampled)
+
+    @property
+    def samples_some(self) -> bool:
+        """Whether graphs choose any step's tokens."""
+        return bool(self._ends)
 
     def samples(self, count: int, choice: Choice) -> bool:
         """Tell whether graphs choose the tokens of `count` rows in this way."""
@@ -306,12 +309,21 @@ class DecodeGraphs:
         return None if rows is None else self._ends.get((rows, choice))
 
     def _end(self, rows: int, choice: Choice) -> None:
-        """Choose tokens behind the layers, and give them to the next step: captured work."""
+        """Choose tokens behind the layers, and give them to the next step: captured work.
+
+        The first rank chooses, and gives the others the tokens.
+        """
+        ranks = self._model.ranks
         for begin in range(0, rows, LOGIT_ROWS):
             part = slice(begin, min(begin + LOGIT_ROWS, rows))
-            tokens, highest = self._sampling.choose(choice, self._model.logits(self._states[part]), begin)
-            self._chosen[0, part].copy_(tokens)
-            self._chosen[1, part].copy_(highest.view(torch.int32))
+            logits = self._model.logits_on_all_ranks(self._states[part])
+            if ranks is None or ranks.first:
+                tokens, highest = self._sampling.choose(choice, logits, begin)
+                self._chosen[0, part].copy_(tokens)
+                self._chosen[1, part].copy_(highest.view(torch.int32))
+        if ranks is not None:
+            own = self._chosen[:, :rows] if ranks.first else None
+            self._chosen[:, :rows].copy_(ranks.share(own, (2, rows), self._chosen.dtype))
         tokens, highest = self._chosen[:, :rows]
         self._next_step["token_ids"][:rows].copy_(tokens)
         over = self._sampling.over(tokens, highest.view(torch.float32))
@@ -326,26 +338,21 @@ class DecodeGraphs:
         sizes += [rows for rows in (next_size(_SAMPLED_ROWS, most),) if rows is not None and most]
         for rows in reversed(sizes):
             for choice in reversed(CHOICES):
-                work = partial(self._end, rows, choice)
-                try:
-                    work()
-                    graph = self._device.capture(work)
-                except RuntimeError as error:
-                    self.not_sampled = f"{rows} rows, {choice}, cannot be captured: {error}"
+                found = self._captured(partial(self._end, rows, choice))
+                if not found.graphs:
+                    failed = f"{rows} rows, {choice}, cannot be captured: {found.failed}"
+                    self.not_sampled = failed if found.failed else self._captures.stopped
                     return
-                if not self._captures.holds(graph.nbytes):
-                    self.not_sampled = self._captures.stopped
-                    return
-                self._ends[rows, choice] = graph
+                [self._ends[rows, choice]] = found.graphs
 
     def _capture(self, shape: GraphShape) -> None:
         self._fill(shape, None)
-        work = partial(self._layers, shape)
-        try:
-            work()
-            graph = self._device.capture(work)
-        except RuntimeError as error:  # torch's CUDA errors, running out of memory among them
-            self._captures.failed(f"{shape} cannot be captured: {error}")
-        else:
-            if self._captures.captured(shape, graph.nbytes):
-                self._graphs[shape] = graph
+        found = self._captured(partial(self._layers, shape))
+        if found.failed:
+            self._captures.failed(f"{shape} cannot be captured: {found.failed}")
+        elif found.graphs:
+            self._captures.captured(shape)
+            [self._graphs[shape]] = found.graphs
+
+    def _captured(self, work: Callable[[], None]) -> Captures:
+        return capture_all(self._device, [work], self._captures.holds, self._model.ranks)

@@ -51,8 +51,8 @@ class GraphRun(LayerRun):
 
     @in_inference_mode
     def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
-        if run.ahead is None and run.plain is not None:
-            run.ahead = self._steps_ahead(run, run.plain)
+        if run.ahead is None:
+            run.ahead = self._steps_ahead(run)
         return super().compute(run, times) if run.ahead is None else self._go_on(run, run.ahead, times)
 
     def _shape(self, run: StepRun) -> GraphShape | ChunkShape | None:
@@ -77,13 +77,19 @@ class GraphRun(LayerRun):
             return False
         return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media
 
-    def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
+    def _steps_ahead(self, run: StepRun) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
-        graphs, shape = self._stage.graphs, self._decode_shape(run, run.left) if self._captures(run) else None
-        if graphs is None or shape is None or not graphs.samples(run.packed.num_tokens, rows.choice):
+        graphs, rows = self._stage.graphs, run.plain
+        if graphs is None or not graphs.samples_some:
             return None
-        if self._stage.kv_gates.dropped(run.step.step_id):
+        shape = self._decode_shape(run, run.left) if rows is not None and self._captures(run) else None
+        if shape is not None and (rows is None or not graphs.samples(run.packed.num_tokens, rows.choice)):
+            shape = None
+        # Another rank knows neither masks nor what was dropped.
+        if not self._decided(shape is not None and not self._stage.kv_gates.dropped(run.step.step_id))[0]:
             return None
+        assert shape is not None
+        assert rows is not None
         later = run.step.steps - 1 - run.left
         return StepsAhead(graphs, self._stage.platform.stream, shape, run.packed, rows, later)
 
@@ -93,19 +99,24 @@ class GraphRun(LayerRun):
         layers = range(self._stage.model.layer_begin, self._stage.model.layer_end)
         # A step under way has changed recurrent states: it is not given up any more.
         done = ahead.last is not None or not gates.aborted(step_id)
+        ends = gates.is_stopped(step_id) or gates.aborted(step_id)
+        done, further = self._decided(done, run.left > 0 and not ends and self._early_ends < _ENDS_OFTEN)
         if done and not ahead.last:
             for layer in layers:
                 memory.prepare_layer(layer)
             ahead.give()
-        ends = gates.is_stopped(step_id) or gates.aborted(step_id)
-        if done and run.left and not ends and self._early_ends < _ENDS_OFTEN:
+        if done and further:
             ahead.give()
         run.output, behind = ahead.read() if done else (StepOutput(), None)
         for layer in layers if done else ():
             memory.finish_layer(layer, None, behind)
-        following = self._begin_next(run, done=done, under_way=ahead.last is not None)
+        following = self._begin_next(run, done=done, under_way=ahead.last is not None) if self._first else None
         early = following is None and run.left > 0 and not gates.is_stopped(step_id)
         self._early_ends += (early - self._early_ends) * _OF_LATE
+        if done and self._stage.model.ranks is not None:
+            following = self._agree(self._stage.model.ranks, following)
+        if not self._first:  # the first rank tells of the tokens
+            run.output = StepOutput()
         return self._finish(run, times, 1.0, following, done=done, behind=behind)
 
     def _compute(self, run: StepRun) -> bool:
@@ -114,7 +125,8 @@ class GraphRun(LayerRun):
             self._stage.platform.stream.run(partial(self._begin_layers, run, run.shape))
         if not isinstance(run.shape, GraphShape):
             return super()._compute(run)
-        if self._stage.kv_gates.aborted(run.step.step_id):  # once begun, a graph goes through all layers
+        # Once begun, a graph goes through all layers.
+        if not self._decided(not self._stage.kv_gates.aborted(run.step.step_id))[0]:
             return False
         layers, memory = range(self._stage.model.layer_begin, self._stage.model.layer_end), self._stage.platform.memory
         for layer in layers:

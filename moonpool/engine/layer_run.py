@@ -10,7 +10,7 @@ from moonpool.engine.kv_gate import StepState
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
-from moonpool.engine.models.stage import SAMPLED
+from moonpool.engine.models.stage import LOGITS, SAMPLED
 from moonpool.engine.models.whole_pictures import PictureRows, with_rests
 from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.prompt_graphs import ChunkShape
@@ -71,8 +71,20 @@ class LayerRun(RunMode):
         if ranks.first:
             ranks.tell([SAMPLED, *(following or ())])
             return following
-        _, *tokens = self._stage.model.assist()
-        return tokens or None
+        stream = self._stage.platform.stream
+        while (words := ranks.hear())[0] == LOGITS:
+            stream.run(partial(self._stage.model.assist, words[1]))
+            stream.record().wait()
+        return words[1:] or None
+
+    def _decided(self, *words: bool) -> list[bool]:
+        """Return the first rank's decisions for the stage: its own `words`."""
+        ranks = self._stage.model.ranks
+        if ranks is not None and not ranks.first:
+            return list(map(bool, ranks.hear()))
+        if ranks is not None:
+            ranks.tell(list(map(int, words)))
+        return list(words)
 
     def _receive(self, run: StepRun) -> bool:
         """Bring batch and hidden states to the device; return False if the stage before aborted the step."""
@@ -138,14 +150,9 @@ class LayerRun(RunMode):
 
     def _may_compute(self, run: StepRun, gate: int) -> bool:
         """Wait for a layer's gate; return whether the step goes on. The first rank decides for the others."""
-        step, ranks, gates = run.step, self._stage.model.ranks, self._stage.kv_gates
-        if ranks is not None and not ranks.first:
-            return bool(ranks.hear()[0])
-        goes_on = not step.gated or gates.wait(step.step_id, gate, self._stage.gate_timeout_s)
-        goes_on = goes_on and not gates.aborted(step.step_id)
-        if ranks is not None:
-            ranks.tell([int(goes_on)])
-        return goes_on
+        step, gates = run.step, self._stage.kv_gates
+        goes_on = not (self._first and step.gated) or gates.wait(step.step_id, gate, self._stage.gate_timeout_s)
+        return self._decided(goes_on and not gates.aborted(step.step_id))[0]
 
     def _with_rests(self, step: Step) -> tuple[Sequence[SequenceStep], Sequence[PictureRows]]:
         """Return the sequences whose rows are computed, and rows whose attention is that of whole pictures."""

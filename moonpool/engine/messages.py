@@ -11,8 +11,9 @@ done. Step ids grow from step to step. `FetchBlocks` is answered by one `BlocksF
 `KVLoaded`, `LoadLora` and `DropLora` by one `LoraAnswer`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Self
 
 from moonpool.base.checkpoint.config import ModelImpl
 from moonpool.base.kv.layout import KVLayout
@@ -62,7 +63,7 @@ class EngineSpec:
     core_share: int = 1
     """Share of the cores, relative to the others' shares, while all compute."""
     device: str = "cpu"
-    """Devices of the stages, as `moonpool.engine.platforms.registry.stage_devices` reads them."""
+    """Devices of the stages' ranks, as `moonpool.engine.platforms.registry.engine_devices` reads them."""
     graph_rows: int = 64
     """Sequences of the largest decode step that is captured as a graph, where the device is not a plain CPU; 0 = there
     are no graphs, which are of no use to prefill."""
@@ -258,6 +259,9 @@ class StageSpec:
     rendezvous: str
     """Private folder in which the stages' processes of this rank find each other; empty when there is one stage, or if
     stages are on several hosts: then hidden states go through the I/O process."""
+    rank_store: str = ""
+    """File by which the stage's ranks find each other, in a private folder; "" in the host's pool, where the page is
+    enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,13 @@ class StageRoom:
     free: int
     processors: int
     weights: int
+
+    @classmethod
+    def least(cls, rooms: Iterable[Self]) -> Self:
+        """Return what each of several ranks has at least."""
+        found = list(rooms)
+        total, free, processors = (min(getattr(room, n) for room in found) for n in ("total", "free", "processors"))
+        return cls(total, free, processors, max(room.weights for room in found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from moonpool.engine.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from moonpool.engine.platforms.registry import stage_devices
+from moonpool.engine.platforms.registry import engine_platform
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.sizes import choose_sizes
 from moonpool.engine.start_listener import StartListener
@@ -85,7 +85,7 @@ class ProcessEngine:
         self._flights: dict[int, _StepInFlight] = {}
         self._last_step_id: int | None = None
         self._closing = False
-        self._pinned = not stage_devices(spec.device, spec.stages)[0].platform.in_host_pool
+        self._pinned = not engine_platform(spec.device).in_host_pool
         self._one_pool = not self._pinned and all(worker.pid for worker in self._workers)
         self._numbers = itertools.count(1)
         self._asked: dict[int, _PendingAnswers] = {}
@@ -245,7 +245,9 @@ class ProcessEngine:
             MoonpoolError: What a stage could not do; Unavailable when one died.
         """
         if not self._spec.sized:  # only a stage's process sees how much room the device has beside the weights
-            rooms = await self._of_all(StageRoom, listener)
+            told = zip(self._workers, await self._of_all(StageRoom, listener), strict=True)
+            by_stage = itertools.groupby(told, lambda both: both[0].stage)
+            rooms = [[room for _, room in its] for _, its in by_stage]
             config = load_config(Path(self._spec.checkpoint), self._spec.model_impl, self._spec.max_tokens)
             sizes = choose_sizes(config, self._spec, rooms, available_bytes())
             self._spec = replace(self._spec, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moonpool.engine.capture import capture_all
 from moonpool.engine.cuda_graphs import contexts_up_to
 from moonpool.engine.footprint import MAX_PROMPT_GRAPH_BYTES
 from moonpool.engine.graph_inputs import GraphInputs
@@ -118,9 +119,9 @@ class PromptGraphs:
         self._layers = range(model.layer_begin, model.layer_end)
         attention = model.attention_shapes(memory.kv)
         self._shapes = prompt_shapes(most_tokens, longest, len(self._layers), attention)
-        self._graphs: dict[ChunkShape, list[CapturedGraph]] = {}
+        self._graphs: dict[ChunkShape, Sequence[CapturedGraph]] = {}
         self._inputs = {shape: self._inputs_of(shape) for shape in self._shapes}
-        self._bytes_left = most_bytes
+        self._bytes_left, self._nbytes = most_bytes, 0  # of the last shape
         where = device.torch_device
         most = max((inputs.nbytes for inputs in self._inputs.values()), default=0)
         self._memory_of_inputs = torch.empty(most, dtype=torch.uint8, device=where)
@@ -140,7 +141,7 @@ class PromptGraphs:
 
     @in_inference_mode
     def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
-        """Capture all graphs. Each shape's layers run eagerly first, so that no kernel is compiled within a capture.
+        """Capture all graphs.
 
         Args:
             stream: the compute stream, idle.
@@ -229,18 +230,16 @@ class PromptGraphs:
     def _capture(self, shape: ChunkShape) -> None:
         """Capture a shape's graphs. Where they take too much memory, smaller shapes may still have room."""
         self._fill(shape, None)
-        graphs = list[CapturedGraph]()
-        try:
-            for layer in self._layers:
-                self._layer(shape, layer)
-            for layer in self._layers:
-                graphs.append(self._device.capture(partial(self._layer, shape, layer)))
-        except RuntimeError as error:  # torch's CUDA errors, running out of memory among them
-            self._batch, self._hidden = None, self._states
-            self.not_captured, self._failed = f"{shape} cannot be captured: {error}", True
-            return
-        nbytes = sum(graph.nbytes for graph in graphs)
-        if nbytes > self._bytes_left:
-            self.not_captured = f"{shape}: graphs would hold {nbytes >> 20} MiB more"
-            return
-        self._graphs[shape], self._bytes_left = graphs, self._bytes_left - nbytes
+        works = [partial(self._layer, shape, layer) for layer in self._layers]
+        found = capture_all(self._device, works, self._has_room, self._model.ranks)
+        self._batch, self._hidden = None, self._states
+        if found.graphs:
+            self._graphs[shape], self._bytes_left = found.graphs, self._bytes_left - self._nbytes
+        elif found.failed:
+            self.not_captured, self._failed = f"{shape} cannot be captured: {found.failed}", True
+        else:
+            self.not_captured = f"{shape}: graphs would hold {self._nbytes >> 20} MiB more"
+
+    def _has_room(self, nbytes: int) -> bool:
+        self._nbytes = nbytes
+        return nbytes <= self._bytes_left

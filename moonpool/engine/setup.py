@@ -40,7 +40,7 @@ from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.platforms.registry import stage_devices
+from moonpool.engine.platforms.registry import engine_devices
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.stage_costs import layer_costs
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -128,12 +128,12 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         raise ConfigError("max_loras", f"not for {model.architecture}, which transformers' own code computes")
     if model.pooling is not None and model.pooling.whole and config.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype", f"must be auto: {model.architecture} sees whole prompts and has no KV")
-    devices = stage_devices(config.device, stages)
-    _check_ranks(config, model)
-    on_cpu = devices[0].platform.uses_host_cores
+    platform = engine_devices(config.device, stages, config.tensor_parallel_size)[0][0].platform
+    check_ranks(model.decoder, config.tensor_parallel_size, model.architecture)
+    on_cpu = platform.uses_host_cores
     # A rank that gave its cores away would hold all others up in the next sum.
     lends = config.core_share and on_cpu and config.tensor_parallel_size == 1
-    by_memory = devices[0].platform.sized_by_memory
+    by_memory = platform.sized_by_memory
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
@@ -172,7 +172,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
     fingerprint = _compute_fingerprint(fingerprint, spec)
     weights_file = weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]
-    if devices[0].platform.in_host_pool and _in_file(config, folder, spec, weights_file):
+    if platform.in_host_pool and _in_file(config, folder, spec, weights_file):
         spec = dataclasses.replace(spec, weights_file=str(weights_file))
     pictures = engine_rule(folder) if not model.decoder.other else f"not with model_impl={config.model_impl}"
     if not isinstance(pictures, str) and pictures.added_layers > (first := spec.stage_layers[0][1]):
@@ -268,20 +268,6 @@ def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
             "profile", f"{found.name} is of KV in {found.kv_dtype}, this instance has it in {layout.dtype}"
         )
     return found.speeds
-
-
-def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that the engine can have the ranks that are asked for.
-
-    Raises:
-        ConfigError: not on this device, or not with another setting.
-        UnsupportedModel: a layer of the model cannot be divided so.
-    """
-    if config.tensor_parallel_size == 1:
-        return
-    if config.device != "cpu":
-        raise ConfigError(SETTING, f"must be 1 with device={config.device}: ranks compute on CPUs only")
-    check_ranks(model.decoder, config.tensor_parallel_size, model.architecture)
 
 
 def _emulated_setup(

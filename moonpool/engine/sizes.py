@@ -9,12 +9,14 @@ of the host's free memory bounds them, too, less the memory that other programs 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from moonpool.base.checkpoint import ModelConfig
 from moonpool.base.errors import ConfigError
+from moonpool.base.families.ranks import decoder_of_rank
 from moonpool.engine.footprint import device_footprint, lora_bytes
 from moonpool.engine.messages import EngineSizes, EngineSpec, StageRoom
-from moonpool.engine.platforms.registry import stage_devices
+from moonpool.engine.platforms.registry import DeviceName, engine_devices
 
 _STEPS = (8192, 4096, 2048, 1024, 512)
 """Tokens in the largest prefill step: products with more rows are hardly quicker per row on any GPU."""
@@ -31,29 +33,31 @@ _GROWTH_BYTES = 384 << 20
 
 
 def choose_sizes(
-    model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom], host_free: int | None
+    model: ModelConfig, spec: EngineSpec, rooms: Sequence[Sequence[StageRoom]], host_free: int | None
 ) -> EngineSizes:
     """Return the pool's blocks and the largest step's tokens; sizes in the specification stay unchanged.
 
     Args:
         model: served.
         spec: the engine's; 0 blocks or step tokens are chosen.
-        rooms: what each stage told.
+        rooms: what each stage's ranks told.
         host_free: bytes that the host can still give; None = any.
 
     Raises:
         ConfigError: there is no room for a block; names the field `kv_cache_memory_bytes`.
     """
-    layout, longest = spec.layout, spec.max_tokens
+    layout, longest, own = spec.layout, spec.max_tokens, spec.layout.of_rank(spec.ranks)
+    model = replace(model, decoder=decoder_of_rank(model.decoder, spec.ranks))
     stages = [range(*stage) for stage in spec.stage_layers]
     lefts = _left(spec, rooms)
     slots = layout.window_slots(spec.blocks, spec.max_num_batched_tokens or _STEPS[-1], longest)
-    given = [layout.pool_bytes(spec.blocks, slots, layers) for layers in stages]
+    given = [own.pool_bytes(spec.blocks, slots, layers) for layers in stages]
     least = min(left - pool for left, pool in zip(lefts, given, strict=True))
     tokens = spec.max_num_batched_tokens or _step_tokens(model, spec, rooms, least)
     beside = _beside(model, spec, tokens)
     by_stage = [
-        layout.blocks_in(left - beside, tokens, longest, layers) for left, layers in zip(lefts, stages, strict=True)
+        layout.blocks_in(left - beside, tokens, longest, layers, held=own)
+        for left, layers in zip(lefts, stages, strict=True)
     ]
     blocks, bound = min(by_stage), "device's memory"
     on_host = blocks
@@ -61,7 +65,7 @@ def choose_sizes(
         on_host = layout.blocks_in(int(spec.memory_share * _HOST_SHARE * host_free), tokens, longest)
     if on_host < blocks:
         blocks, bound = on_host, "host's free memory, where the same blocks lie"
-    room = rooms[by_stage.index(min(by_stage))]
+    room = StageRoom.least(rooms[by_stage.index(min(by_stage))])
     why = (
         f"{spec.memory_share:.0%} of the {bound}: the device has {room.total >> 20} MiB, {room.free >> 20} free; "
         f"weights take {room.weights >> 20}, steps and graphs {beside >> 20}, the process {_PROCESS_BYTES >> 20}"
@@ -73,21 +77,26 @@ def choose_sizes(
     return EngineSizes(blocks, tokens, why)
 
 
-def _left(spec: EngineSpec, rooms: Sequence[StageRoom]) -> list[int]:
-    """Return the bytes that each stage has for KV, steps and graphs."""
-    devices = stage_devices(spec.device, spec.stages)
-    on_device, found = Counter(devices), list[int]()
-    for device, room in zip(devices, rooms, strict=True):
-        # Among stages on one device, the last report has seen all stages' weights.
-        free = min(other.free for where, other in zip(devices, rooms, strict=True) if where == device)
+def _left(spec: EngineSpec, rooms: Sequence[Sequence[StageRoom]]) -> list[int]:
+    """Return the bytes that each rank of a stage has for KV, steps and graphs, at least."""
+    devices = engine_devices(spec.device, spec.stages, spec.ranks)
+    # A stage on another host tells of its ranks together.
+    placed = [list(zip(its, told, strict=False)) for its, told in zip(devices, rooms, strict=True)]
+    every = list(chain.from_iterable(placed))
+    on_device = Counter(device for device, _ in every)
+
+    def left(device: DeviceName, room: StageRoom) -> int:
+        # Among processes on one device, the last report has seen the weights of all.
+        free = min(other.free for where, other in every if where == device)
         share = int(spec.memory_share * room.total) // on_device[device] - room.weights - _PROCESS_BYTES
-        found.append(min(share, free // on_device[device] - _GROWTH_BYTES))
-    return found
+        return min(share, free // on_device[device] - _GROWTH_BYTES)
+
+    return [min(left(*both) for both in its) for its in placed]
 
 
-def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom], left: int) -> int:
+def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[Sequence[StageRoom]], left: int) -> int:
     """Return the tokens of the largest step: as many as the slowest device computes and the least room holds."""
-    processors = min(room.processors for room in rooms)
+    processors = min(room.processors for its in rooms for room in its)
     most = next((tokens for least, tokens in _SLOWER.items() if processors >= least), 2048)
     least = _beside(model, spec, _STEPS[-1])
     fitting = (

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moonpool.base.families.ranks import decoder_of_rank
 from moonpool.base.fork_server import preloaded_bytes
 from moonpool.base.scheduling.steps import LayerDone
 from moonpool.engine.channel import BlockingChannel
@@ -29,7 +30,7 @@ from moonpool.engine.messages import (
     StageStarting,
     StageTokens,
 )
-from moonpool.engine.platforms.registry import collectives_of, stage_devices
+from moonpool.engine.platforms.registry import collectives_of, engine_devices
 
 if TYPE_CHECKING:
     from moonpool.engine.model_runner import StageRunner
@@ -80,8 +81,8 @@ class StageLoader:
         torch.set_num_threads(max(1, self.engine.threads))
         torch.set_num_interop_threads(1)
         self.config = load_config(Path(self.engine.checkpoint), self.engine.model_impl, self.engine.max_tokens)
-        self.devices = stage_devices(self.engine.device, self.engine.stages)
-        self.device = open_device(self.devices[spec.stage])
+        self.devices = engine_devices(self.engine.device, self.engine.stages, self.engine.ranks)
+        self.device = open_device(self.devices[spec.stage][spec.rank])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
         _build_libraries(channel, engine=self.device is None)
         self.ranks = self._ranks(page_fd)
@@ -116,11 +117,12 @@ class StageLoader:
         if self.native is not None:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
-        rows = decode_graph_rows(self.config, self.engine)
+        captures = self.device is not None and (self.ranks is None or self.ranks.captured)
+        rows = decode_graph_rows(self.config, self.engine) if captures else 0
         if self.device is not None and rows:
             cache = GraphCache(longest, most_rows=rows)
             runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
-        most = prompt_graph_tokens(self.config, self.engine)
+        most = prompt_graph_tokens(self.config, self.engine) if captures else 0
         if self.device is not None and most:
             runner.prompt_graphs = PromptGraphs(self.device, self.model, platform.memory, longest, most)
         if self.device is not None:
@@ -137,12 +139,17 @@ class StageLoader:
         return replace(self.engine, blocks=found.blocks, max_num_batched_tokens=found.max_num_batched_tokens)
 
     def _ranks(self, page_fd: int) -> Ranks | None:
+        from moonpool.engine.parallel.group_ranks import group_ranks
         from moonpool.engine.parallel.page import RankPage
         from moonpool.engine.parallel.ranks import Ranks
 
         if self.engine.ranks == 1:
             return None
-        return Ranks(RankPage(page_fd, self.spec.rank, self.engine.ranks, self.engine.step_timeout_s))
+        page = RankPage(page_fd, self.spec.rank, self.engine.ranks, self.engine.step_timeout_s)
+        if self.device is None:
+            return Ranks(page)
+        self.device.goes_on()
+        return group_ranks(page, self.spec.rank_store, self.devices[self.spec.stage], self.torch_device)
 
     def _load_weights(self) -> StageModel:
         from moonpool.base.malloc import release_memory
@@ -172,11 +179,15 @@ class StageLoader:
 
         from moonpool.base.pictures.limits import ROWS_BYTES
         from moonpool.engine.footprint import device_footprint, grammar_bytes, lora_bytes, work_bytes
+        from moonpool.engine.platforms.kv_memory import rank_bytes
         from moonpool.engine.platforms.stage_platform import stage_platform
 
         config, engine, model = self.config, self.engine, self.model
+        if self.device is not None:
+            config = replace(config, decoder=decoder_of_rank(config.decoder, engine.ranks))
         loras = lora_bytes(config, engine, self.spec.layer_begin, self.spec.layer_end)
-        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, loras=loras)
+        pool = rank_bytes(self.part, engine.ranks)
+        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=pool, loras=loras)
         beside = sizes.work + sizes.graphs + sizes.loras
         platform = stage_platform(self.device, self.part, self.on_failure, beside, self.ranks)
         work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
@@ -210,7 +221,7 @@ class StageLoader:
             Path(self.spec.rendezvous),
             self.spec.stage,
             engine.stages,
-            collectives_of(self.devices, torch.distributed.is_backend_available),
+            collectives_of([its[self.spec.rank] for its in self.devices], torch.distributed.is_backend_available),
             device=self.torch_device,
             hidden_size=self.config.hidden_size,
             dtype=torch_dtype(engine.dtype),

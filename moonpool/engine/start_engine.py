@@ -26,7 +26,7 @@ from moonpool.engine.messages import (
     StageSpec,
 )
 from moonpool.engine.parallel.page import page_bytes
-from moonpool.engine.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
+from moonpool.engine.platforms.registry import HOST_COLLECTIVES, collectives_of, engine_devices, engine_platform
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_listener import NO_LISTENER, StartListener
@@ -92,11 +92,9 @@ async def start_processes(
         stack.callback(memory.close)
         if spec.sized:
             memory.make(spec.layout, spec.blocks, spec.slots)
-        meeting = ""
-        if 1 < spec.stages == here:
-            meeting = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone
-            stack.callback(shutil.rmtree, meeting, ignore_errors=True)
-        rendezvous = [_chain_folder(meeting, rank) for rank in range(spec.ranks)]
+        chained = 1 < spec.stages == here
+        meeting = meeting_folder(stack) if chained or meets_by_store(spec) else ""
+        rendezvous = [_chain_folder(meeting if chained else "", rank) for rank in range(spec.ranks)]
         env = worker_environment(spec, threads)
         pages = [rank_page(spec.ranks, stack) for _ in range(here)]
         workers: list[Worker] = []
@@ -118,14 +116,15 @@ async def start_processes(
         stack.push_async_callback(engine.shutdown)
         for worker in workers:
             begin, end = ranges[worker.stage]
-            worker.channel.send(StageSpec(spec, worker.stage, worker.rank, begin, end, rendezvous[worker.rank]))
+            store = rank_store(meeting, worker.stage) if meets_by_store(spec) else ""
+            worker.channel.send(StageSpec(spec, worker.stage, worker.rank, begin, end, rendezvous[worker.rank], store))
         try:
             async with asyncio.timeout(start_timeout_s) as limit:
                 renewing = _Renewing(listener, limit, start_timeout_s)
                 await engine.ready(renewing)
                 engine.listen()
-                # Stages have met. Backends other than the host's may read the folder later, too.
-                if meeting and collectives_of(stage_devices(spec.device, spec.stages)) == HOST_COLLECTIVES:
+                # All have met. Backends other than the host's may read the folder later, too.
+                if meeting and _collectives(spec) == {HOST_COLLECTIVES}:
                     shutil.rmtree(meeting, ignore_errors=True)
                 if spec.measure:
                     renewing.starting("measuring the engine's speed")
@@ -149,6 +148,29 @@ def rank_page(ranks: int, stack: AsyncExitStack | ExitStack) -> int:
     stack.callback(os.close, page)
     os.truncate(page, page_bytes(ranks))
     return page
+
+
+def meeting_folder(stack: AsyncExitStack | ExitStack) -> str:
+    """Return a folder where an engine's processes find each other, readable by us alone, removed with `stack`."""
+    folder = tempfile.mkdtemp(prefix="moonpool-engine-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def meets_by_store(spec: EngineSpec) -> bool:
+    """Return whether the ranks of a stage need a `rank_store`: their sums are not those of the page."""
+    return spec.ranks > 1 and not engine_platform(spec.device).in_host_pool
+
+
+def rank_store(folder: str, stage: int) -> str:
+    """Return the file by which a stage's ranks find each other."""
+    return os.path.join(folder, f"ranks-{stage}")
+
+
+def _collectives(spec: EngineSpec) -> set[str]:
+    """Return the backends by which the processes of an engine send each other tensors."""
+    stages = engine_devices(spec.device, spec.stages, spec.ranks)
+    return {collectives_of(group) for group in (*stages, *zip(*stages, strict=True))}
 
 
 def _chain_folder(meeting: str, rank: int) -> str:

@@ -57,8 +57,8 @@ def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say:
     with checking(runner.model.device) as check:
         if runner.model.head is not None:
             runner.platform.stream.run(partial(compare_sampling, check, runner.model.config.vocab_size))
-        known = -1
-        while known < len(check.found):  # once more with what takes the place of a wrong kernel
+        ranks, settled = runner.model.ranks, False
+        while not settled:  # once more with what takes the place of a wrong kernel, of any rank
             known = len(check.found)
             steps = list(_steps(runner, max_num_batched_tokens, longest))
             for number, sequences in enumerate(steps, 1):
@@ -66,10 +66,13 @@ def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say:
                 check.next_step()
                 quiet.run(Step(number, sequences, copies=copies))
             runner.platform.stream.record().wait()
+            settled = len(check.found) == known
+            settled = settled if ranks is None else ranks.all_say(settled)
     if check.compared and runner.model.device.type == "cuda":
         torch.cuda.empty_cache()  # graphs have memory of their own
     if reading := REPLACED & READS_HOST:
         log.warning("no CUDA graphs: in plain torch these read the host: %s", ", ".join(sorted(reading)))
+    if reading if ranks is None else not ranks.all_say(not reading):
         runner.graphs = runner.prompt_graphs = None
     if runner.graphs is not None:
         runner.graphs.capture(runner.platform.stream, say)

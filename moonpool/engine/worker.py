@@ -60,16 +60,16 @@ _FAILED = 1
 class OrderReceiver:
     """Reads the channel in a separate thread, so that gates, aborts and the parent's death are noticed at any time."""
 
-    def __init__(self, channel: BlockingChannel, gates: KVGates, engine: EngineSpec, rendezvous: str) -> None:
+    def __init__(self, channel: BlockingChannel, gates: KVGates, spec: StageSpec) -> None:
         # The parent never has more steps in flight, so many fetches, and one order for each adapter; one more place is
         # for Shutdown.
-        places = max_steps_in_flight(engine.stages) + MAX_FETCHES + engine.max_loras + 1
+        places = max_steps_in_flight(spec.engine.stages) + MAX_FETCHES + spec.engine.max_loras + 1
         self.orders: queue.Queue[Step | FetchBlocks | DropLora | Shutdown | EngineSizes] = queue.Queue(places)
         self.hidden_states: queue.Queue[HiddenStates] = queue.Queue()
         """Of the stage before, if they come through the I/O process; at most as many as there are steps."""
         self._channel = channel
         self._gates = gates
-        self._rendezvous = rendezvous
+        self._meetings = filter(None, (spec.rendezvous, os.path.dirname(spec.rank_store)))
         self.load: Callable[[LoadKV], None] = lambda order: None
         """Brings KV to the device; set before the stage is ready."""
         self.load_lora: Callable[[LoadLora], None] = lambda order: None
@@ -112,8 +112,8 @@ class OrderReceiver:
                     self.orders.put_nowait(message)
         except ChannelClosed:
             # The I/O process has ended. The computing thread may be blocked in a collective: exit at once.
-            if self._rendezvous:
-                shutil.rmtree(self._rendezvous, ignore_errors=True)
+            for folder in self._meetings:
+                shutil.rmtree(folder, ignore_errors=True)
         except BaseException:
             traceback.print_exc()
         os._exit(_ORPHANED)
@@ -189,7 +189,7 @@ def serve(channel: BlockingChannel, pool_fd: int, page_fd: int) -> None:
     """Load the stage, then run steps until the order to shut down."""
     spec: StageSpec = channel.receive()
     gates = KVGates()
-    receiver = OrderReceiver(channel, gates, spec.engine, spec.rendezvous)
+    receiver = OrderReceiver(channel, gates, spec)
     receiver.start()
     begin = time.monotonic()
     import_libraries()

@@ -109,14 +109,15 @@ class WorkerProcess:
         return self.process.pid
 
     def serve(self, part: PoolPart) -> None:
-        """See `Worker`. KV lands in any thread, and is reported if none is under way to the stage's device."""
-        loop = asyncio.get_running_loop()
+        """See `Worker`. KV lands in any thread, and is reported if none is under way to a rank's device."""
+        loop, others = asyncio.get_running_loop(), part.on_landed
 
         def landed() -> None:
+            if others is not None:
+                others()
             loop.call_soon_threadsafe(self.channel.send, LoadKV())
 
-        if not self.rank:
-            part.on_landed = landed
+        part.on_landed = landed
 
     def kill(self) -> None:
         self.process.kill()

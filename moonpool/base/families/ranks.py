@@ -21,6 +21,11 @@ def heads_of_rank(heads: int, rank: int, ranks: int) -> range:
     return range(first, first + max(1, heads // ranks))
 
 
+def first_with_head(heads: int, rank: int, ranks: int) -> int:
+    """Return the first rank that has the same head as this one; the rank itself if there are as many heads as ranks."""
+    return -(-heads_of_rank(heads, rank, ranks).start * ranks // heads)
+
+
 def check_ranks(decoder: DecoderSpec, ranks: int, architecture: str) -> None:
     """Check that a stage of this model can have so many ranks.
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -318,17 +318,25 @@ class KVLayout:
         of = range(self.layers) if layers is None else layers
         return sum(self._sizes[layer] * (slots if layer in self.windowed_layers else blocks) for layer in of)
 
-    def blocks_in(self, nbytes: int, max_num_batched_tokens: int, longest: int, layers: range | None = None) -> int:
+    def blocks_in(
+        self,
+        nbytes: int,
+        max_num_batched_tokens: int,
+        longest: int,
+        layers: range | None = None,
+        held: KVLayout | None = None,
+    ) -> int:
         """Most blocks in a pool of at most `nbytes`, window slots included; or in a pool for some layers only.
 
-        `max_num_batched_tokens`, `longest`: see `window_slots`.
+        `max_num_batched_tokens`, `longest`: see `window_slots`. `held`: what the pool holds of each block, a rank's
+        share; None: all.
         """
-        of = range(self.layers) if layers is None else layers
+        of, held = range(self.layers) if layers is None else layers, held or self
         if not self.windowed_layers:
-            return nbytes // self.layers_bytes(of)
+            return nbytes // held.layers_bytes(of)
 
         def fits(blocks: int) -> bool:
-            return self.pool_bytes(blocks, self.window_slots(blocks, max_num_batched_tokens, longest), of) <= nbytes
+            return held.pool_bytes(blocks, self.window_slots(blocks, max_num_batched_tokens, longest), of) <= nbytes
 
         most = 1
         while fits(most):
@@ -362,6 +370,11 @@ class KVLayout:
     def unread_windows(self, blocks: int) -> int:
         """Leading blocks, in a prefix with `blocks` blocks, that are not read with their windowed slices."""
         return max(0, blocks - self.window_blocks) if len(self.stored_parts) > 1 else 0
+
+    def of_rank(self, ranks: int) -> KVLayout:
+        """The layout of what one of a stage's ranks has: heads of their own, or a head that several have."""
+        groups = (replace(group, kv_heads=max(1, group.kv_heads // ranks)) for group in self.groups)
+        return self if ranks == 1 else KVLayout(self.block_size, tuple(groups))
 
     def _of(self, layers: Iterable[int]) -> KVLayout:
         """The layout for some layers only, numbered from 0."""

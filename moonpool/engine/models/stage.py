@@ -55,10 +55,9 @@ from moonpool.engine.models.whole_pictures import attend_both_ways
 from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.weights.linear import Linear
 
-_LOGITS = 1
-"""First of the words by which the first rank asks the others for logits; then the number of rows."""
-SAMPLED = 0
-"""First of the words by which the first rank says that tokens are chosen."""
+LOGITS, SAMPLED = 1, 0
+"""First of the words by which the first rank asks the others for logits, the number of rows behind, or says that tokens
+are chosen."""
 
 
 class StageModel:
@@ -308,10 +307,28 @@ class StageModel:
             return torch.zeros(rows.shape[0], self.config.vocab_size, device=self.device)
         rows = self.normed(rows)
         if self.ranks is None:
-            logits = self.head(rows, deterministic=self.deterministic, wide=True, out=out)
-        else:
-            self.ranks.tell([_LOGITS, len(rows)])
-            logits = self._gathered(self.ranks, self.head, rows, len(rows))
+            return self._scaled(self.head(rows, deterministic=self.deterministic, wide=True, out=out))
+        self.ranks.tell([LOGITS, len(rows)])
+        rows = self.ranks.share(rows, rows.shape, self.dtype)
+        return self._scaled(self._gathered(self.ranks, self.head, rows))
+
+    @in_inference_mode
+    def logits_on_all_ranks(self, rows: Tensor) -> Tensor:
+        """As `logits`, of rows that all ranks have, each of which calls this; on others than the first, [R, 0]."""
+        if self.ranks is None:
+            return self.logits(rows)
+        assert self.head is not None
+        return self._scaled(self._gathered(self.ranks, self.head, self.normed(rows)))
+
+    @in_inference_mode
+    def assist(self, count: int) -> None:
+        """Compute logits of `count` rows with the first rank, which asks for them by `LOGITS`; other ranks only."""
+        assert self.ranks is not None
+        assert self.head is not None
+        self._gathered(self.ranks, self.head, self.ranks.share(None, (count, self.config.hidden_size), self.dtype))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return logits as the family has them behind the head."""
         decoder = self.config.decoder
         if decoder.logits_factor != 1.0:
             logits *= decoder.logits_factor
@@ -320,18 +337,8 @@ class StageModel:
             logits *= decoder.logits_soft_cap
         return logits
 
-    @in_inference_mode
-    def assist(self) -> list[int]:
-        """Compute logits with the first rank until it has told something else, and return that; other ranks only."""
-        assert self.ranks is not None
-        while (words := self.ranks.hear())[0] == _LOGITS:
-            assert self.head is not None
-            self._gathered(self.ranks, self.head, None, words[1])
-        return words
-
-    def _gathered(self, ranks: Ranks, head: Linear, rows: Tensor | None, count: int) -> Tensor:
-        """Return logits [count, vocab], on the first rank; each rank computes those of some tokens."""
-        rows = ranks.share(rows, (count, self.config.hidden_size), self.dtype)
+    def _gathered(self, ranks: Ranks, head: Linear, rows: Tensor) -> Tensor:
+        """Return logits [R, vocab], on the first rank; each rank computes those of some tokens."""
         part = head(rows, deterministic=self.deterministic, wide=True)
         widths = [len(vocabulary_of_rank(self.config.vocab_size, rank, ranks.ranks)) for rank in range(ranks.ranks)]
         return ranks.gather(part, widths)

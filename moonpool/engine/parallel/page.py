@@ -27,7 +27,7 @@ _TELLINGS: Final = 2
 
 def page_bytes(ranks: int) -> int:
     """Bytes of a page of so many ranks; memory is taken when a part is first used."""
-    return 8 * (_LINE * (2 * ranks + 1) + _TELLINGS * TOLD_WORDS) + 4 * 2 * ranks * SLOT_FLOATS
+    return 8 * (_LINE * (3 * ranks + 1) + _TELLINGS * TOLD_WORDS) + 4 * 2 * ranks * SLOT_FLOATS
 
 
 class RankPage:
@@ -36,6 +36,7 @@ class RankPage:
     Attributes:
         slots: what ranks give each other, float32 [2, ranks, SLOT_FLOATS]; meetings take turns with the first index.
         turn: meetings so far.
+        timeout_s: as given.
 
     Args:
         fd: descriptor of `page_bytes` of shared memory, zeros at first; stays the caller's.
@@ -45,13 +46,14 @@ class RankPage:
     """
 
     def __init__(self, fd: int, rank: int, ranks: int, timeout_s: float) -> None:
-        self.rank, self.ranks, self._timeout_s = rank, ranks, timeout_s
+        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
         memory = mmap.mmap(fd, page_bytes(ranks), flags=mmap.MAP_SHARED)
-        words = np.frombuffer(memory, np.int64, _LINE * (2 * ranks + 1) + _TELLINGS * TOLD_WORDS)
+        words = np.frombuffer(memory, np.int64, _LINE * (3 * ranks + 1) + _TELLINGS * TOLD_WORDS)
         self._came = [words[_LINE * other : _LINE * other + 1] for other in range(ranks)]
         self._heard = [words[_LINE * (ranks + other) :][:1] for other in range(ranks)]
-        self._said = words[_LINE * 2 * ranks :][:1]
-        self._told = words[_LINE * (2 * ranks + 1) :].reshape(_TELLINGS, TOLD_WORDS)
+        self._stored = [words[_LINE * (2 * ranks + other) :][:1] for other in range(ranks)]
+        self._said = words[_LINE * 3 * ranks :][:1]
+        self._told = words[_LINE * (3 * ranks + 1) :].reshape(_TELLINGS, TOLD_WORDS)
         self.slots = np.frombuffer(memory, np.float32, 2 * ranks * SLOT_FLOATS, words.nbytes)
         self.slots = self.slots.reshape(2, ranks, SLOT_FLOATS)
         self.turn = self._tellings = 0
@@ -67,6 +69,19 @@ class RankPage:
         self._came[self.rank][0] = self.turn
         for other in range(self.ranks):
             self._wait(self._came[other], self.turn, other)
+        os.sched_yield()
+
+    def stored(self) -> None:
+        """Say that this rank has stored a batch of KV; the first rank waits until all have. A thread of its own calls.
+
+        Raises:
+            Unavailable: a rank did not store in time; names the rank.
+        """
+        stored = int(self._stored[self.rank][0]) + 1
+        os.sched_yield()
+        self._stored[self.rank][0] = stored
+        for other in range(1, 1 if self.rank else self.ranks):
+            self._wait(self._stored[other], stored, other)
         os.sched_yield()
 
     def tell(self, words: list[int]) -> None:
@@ -110,6 +125,6 @@ class RankPage:
                 continue
             time.sleep(_PAUSE_S)
             now = time.monotonic()
-            deadline = deadline or now + self._timeout_s
+            deadline = deadline or now + self.timeout_s
             if now > deadline:
-                raise Unavailable(f"rank {other} of the stage was not heard for {self._timeout_s:g} s")
+                raise Unavailable(f"rank {other} of the stage was not heard for {self.timeout_s:g} s")

@@ -1,7 +1,10 @@
 """The ranks of a stage: processes that each compute some heads, and some inner states, of the same layers.
 
-All ranks have the stage's hidden states. A sum adds what each rank has, in float32 and in the order of the ranks, so
-that all ranks have the same bits. What depends on time the first rank decides, and tells the others.
+All ranks have the stage's hidden states. A sum adds what each rank has, so that all ranks have the same bits. What
+depends on time the first rank decides, and tells the others by a page of memory (`moonpool.engine.parallel.page`).
+
+On a plain CPU sums go by the page, too. On devices they are `torch.distributed`'s, and in graphs they are NCCL's
+(`GroupRanks`).
 """
 
 from collections.abc import Sequence
@@ -13,19 +16,26 @@ from moonpool.engine.parallel.page import SLOT_FLOATS, RankPage
 
 
 class Ranks:
-    """One rank among a stage's.
+    """One rank among a stage's. Sums are in float32, in the order of the ranks.
 
     Args:
         page: the stage's page, as this rank sees the page.
     """
 
+    captured = False
+    """Whether graphs may have sums in them."""
+
     def __init__(self, page: RankPage) -> None:
         self.rank, self.ranks, self.first = page.rank, page.ranks, page.rank == 0
         self._page, self._slots = page, torch.from_numpy(page.slots)
-        self.meet, self.tell, self.hear = page.meet, page.tell, page.hear
+        self.meet, self.tell, self.hear, self.stored = page.meet, page.tell, page.hear, page.stored
+
+    def all_say(self, yes: bool) -> bool:
+        """Return whether all ranks say yes."""
+        return bool(self._give(torch.tensor([float(yes)]))[:, 0].all())
 
     def sum(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, which have this shape, in the parts' type."""
+        """Return the sum of all ranks' parts, which have this shape, in the parts' type; `part` may be overwritten."""
         flat, total = part.reshape(-1), torch.empty(part.numel(), dtype=torch.float32)
         for begin in range(0, len(flat), SLOT_FLOATS):
             piece = flat[begin : begin + SLOT_FLOATS]

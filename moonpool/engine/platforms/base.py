@@ -75,6 +75,9 @@ class Device(Protocol):
     def enter_thread(self) -> None:
         """Make this the calling thread's device. On a GPU, a thread begins with GPU 0 and would take memory there."""
 
+    def goes_on(self) -> None:
+        """From now on, do work also if no thread waits for it: another rank's device does. A GPU always does."""
+
     def capacity(self) -> DeviceCapacity:
         """Return what the device has, and what is free."""
 
@@ -95,7 +98,8 @@ class Device(Protocol):
         """Copy slices between host and device, within work of a stream, in any order among each other.
 
         Args:
-            target: uint8 [slices, bytes of a slice]; the device's memory, or registered.
+            target: uint8 [slices, bytes of a slice]; the device's memory, or registered. Between two slices there may
+                be other bytes.
             source: alike, the other of both.
             slices: int64 on the host, rising: numbers of the slices in both.
         """

@@ -123,6 +123,7 @@ class CudaDevice:
         self.load_stream, self.store_stream = (CudaStream(stream, sleeps=True) for stream in (load, store))
         self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share
         self._registered: list[tuple[CudaRuntime, Tensor]] = []
+        self._spacing: CudaRuntime | None = None
         self._batching: CudaRuntime | None = None
 
     @property
@@ -131,6 +132,9 @@ class CudaDevice:
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
+
+    def goes_on(self) -> None:
+        """See `Device.goes_on`."""
 
     def capacity(self) -> DeviceCapacity:
         torch.cuda.synchronize(self._device)
@@ -159,17 +163,19 @@ class CudaDevice:
             log.warning("the KV pool is not registered, so KV comes and leaves several times slower: %s", refused)
             return
         self._registered.append((runtime, memory))
-        self._batching = runtime if runtime.batches else None
+        self._spacing, self._batching = runtime, runtime if runtime.batches else None
 
     def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
         """See `Device.copy_slices`. Without registered memory the calling thread waits for copies to the host."""
-        runs = runs_of(slices)
-        if self._batching is not None:
+        runs, stream = runs_of(slices), torch.cuda.current_stream().cuda_stream
+        spaced = not (target.is_contiguous() and source.is_contiguous())
+        calls = self._spacing if spaced else self._batching
+        if calls is not None:
             try:
-                self._batching.copy_rows(target, source, runs, torch.cuda.current_stream().cuda_stream)
+                (calls.copy_spaced_rows if spaced else calls.copy_rows)(target, source, runs, stream)
             except CallRefused as refused:
                 log.warning("KV is copied slice by slice: %s", refused)
-                self._batching = None
+                self._spacing = self._batching = None
             else:
                 return
         for first, count in runs.tolist():
@@ -183,7 +189,7 @@ class CudaDevice:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._batching = None
+        self._spacing = self._batching = None
         while self._registered:
             runtime, memory = self._registered.pop()
             runtime.unregister(memory)

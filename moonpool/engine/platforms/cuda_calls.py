@@ -9,6 +9,8 @@ from torch import Tensor
 
 _STREAM_ORDER = 1
 """Sources are read in the stream's order."""
+_EITHER_WAY = 4
+"""Whether memory is the host's or the GPU's follows from the address."""
 _BATCHES_SINCE = 13
 """Version of CUDA; cudaMemcpyBatchAsync has another signature before."""
 
@@ -28,6 +30,9 @@ class RuntimeLibrary(Protocol):
 
     def cudaGetLastError(self) -> int:  # noqa: N802 - CUDA's name
         """Return the last error, and forget the error."""
+
+    def cudaMemcpy2DAsync(self, *arguments: object) -> int:  # noqa: N802 - CUDA's name
+        """Give a copy of rows to a stream, with bytes between them on both sides."""
 
     def cudaMemcpyBatchAsync(self, *arguments: object) -> int:  # noqa: N802 - CUDA's name
         """Give many copies to a stream."""
@@ -111,6 +116,23 @@ class CudaRuntime:
             ctypes.c_void_p(stream),
         )
         self._check(code, f"cudaMemcpyBatchAsync of {len(runs)} copies")
+
+    def copy_spaced_rows(self, target: Tensor, source: Tensor, runs: np.ndarray, stream: int) -> None:
+        """As `copy_rows`, of rows with other bytes between them on either side, as a call for each run.
+
+        Raises:
+            CallRefused: the runtime refused.
+        """
+        for first, count in runs.tolist():
+            places = [
+                (ctypes.c_void_p(rows.data_ptr() + first * rows.stride(0)), ctypes.c_size_t(rows.stride(0)))
+                for rows in (target, source)
+            ]
+            sizes = ctypes.c_size_t(target.shape[1]), ctypes.c_size_t(count)
+            code = self._library.cudaMemcpy2DAsync(
+                *places[0], *places[1], *sizes, ctypes.c_int(_EITHER_WAY), ctypes.c_void_p(stream)
+            )
+            self._check(code, f"cudaMemcpy2DAsync of {count} rows")
 
     def _check(self, code: int, what: str) -> None:
         if code:

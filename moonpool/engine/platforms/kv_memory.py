@@ -4,6 +4,10 @@ The I/O process sees the host's pool. Both tiers have the same blocks. The host'
 landed. The loading thread brings slices to the device as they land, in batches; a step waits only for batches with its
 own blocks. What a step finishes is copied back in batches; the callback thread waits for them, and hashes.
 
+The ranks of a stage have a device each, with their heads of all slices. Each brings and stores these alone; of a head
+that several ranks have, the first of them stores. Once all ranks have stored a batch, the first rank hashes the whole
+slices.
+
 A slice on the way to the device:
 
     LANDED      the I/O process counted it in the pool
@@ -18,6 +22,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -27,13 +32,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moonpool.base.kv.layout import NO_SLOT, KVGroup
+from moonpool.base.families.ranks import first_with_head, heads_of_rank
+from moonpool.base.kv.layout import NO_SLOT, KVGroup, KVLayout
 from moonpool.base.kv.pool import NO_DEVICE, TELL_DEVICE, PoolPart
 from moonpool.base.scheduling.steps import Step, finished_blocks, written_blocks
 from moonpool.engine.kernels import kv_quantization
 from moonpool.engine.kernels.attention import copy_blocks
 from moonpool.engine.models.batch import LayersKV, LayersScales
 from moonpool.engine.models.loader import torch_dtype
+from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.platforms.base import Device, DeviceEvent
 from moonpool.engine.platforms.callback_thread import CallbackThread, _Callback
 
@@ -115,29 +122,51 @@ class StageSlices:
 
     Attributes:
         flat: the memory, uint8 [nbytes].
-        parts: uint8 [rows, blocks, slice_bytes]: consecutive rows with equally large slices; [rows, slots, slice_bytes]
-            where layers have window slots.
+        parts: uint8 [rows, blocks, bytes]: consecutive rows with equally large slices, or with a rank's heads of them;
+            [rows, slots, bytes] where layers have window slots.
+
+    Args:
+        flat: the memory.
+        part: the host's pool.
+        ranks: of the stage.
+        whole: the memory has whole slices, else a rank's heads.
     """
 
-    def __init__(self, flat: Tensor, part: PoolPart) -> None:
-        self.flat = flat
-        self._layout, self._blocks = part.layout, part.blocks
+    def __init__(self, flat: Tensor, part: PoolPart, *, ranks: int = 1, whole: bool = True) -> None:
+        self.flat, own = flat, part.layout.of_rank(ranks)
+        self._layout, self._blocks = part.layout if whole else own, part.blocks
         self._layers = range(part.layer_begin, part.layer_end)
         self._slot_of = torch.frombuffer(part.slot_of, dtype=torch.int64) if part.slots else None
         self.parts: list[Tensor] = []
         self._by_slots: list[bool] = []
+        self._shares: list[int] = []
         begin = 0
-        for (size, by_slots), same in itertools.groupby(self._layers, partial(_shape_of, part)):
-            rows, count = sum(1 for _ in same), part.slots if by_slots else part.blocks
-            end = begin + rows * count * size
-            self.parts.append(flat[begin:end].view(rows, count, size))
+        for (size, its, by_slots), same in itertools.groupby(self._layers, partial(_shape_of, part, own)):
+            rows, count, held = sum(1 for _ in same), part.slots if by_slots else part.blocks, size if whole else its
+            end = begin + rows * count * held
+            self.parts.append(flat[begin:end].view(rows, count, held))
             self._by_slots.append(by_slots)
+            self._shares.append(size // its)
             begin = end
+        self._taken = [True] * len(self.parts)
 
     @classmethod
     def of_pool(cls, part: PoolPart, flat: Tensor) -> "StageSlices":
         """Return the slices in a stage's pool, or in a device's copy of the pool."""
         return cls(flat, part)
+
+    def heads_of(self, rank: int, ranks: int) -> "StageSlices":
+        """Return a rank's heads in these whole slices, over the same memory, for copies.
+
+        Copies to heads that an earlier rank has, too, are left out.
+        """
+        found = copy(self)
+        shares = [heads_of_rank(count, rank, ranks).start for count in self._shares]
+        sizes = [part.shape[2] // count for part, count in zip(self.parts, self._shares, strict=True)]
+        each = zip(self.parts, shares, sizes, strict=True)
+        found.parts = [part.narrow(2, share * size, size) for part, share, size in each]
+        found._taken = [rank == first_with_head(count, rank, ranks) for count in self._shares]
+        return found
 
     def _places(self, by_slots: bool, blocks: Tensor) -> Tensor:
         """Where blocks lie in a row; `NO_SLOT` if the row lacks a block."""
@@ -159,17 +188,17 @@ class StageSlices:
 
     def copy(self, device: Device, source: "StageSlices", slices: Tensor) -> None:
         """Copy slices, by rising numbers, from another memory: `Device.copy_slices`."""
-        if len(self.parts) == 1:
+        if len(self.parts) == 1 and self._taken[0]:
             device.copy_slices(self.parts[0].flatten(0, 1), source.parts[0].flatten(0, 1), slices)
             return
         first = 0
-        for target, origin, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
+        for target, origin, by_slots, taken in zip(self.parts, source.parts, self._by_slots, self._taken, strict=True):
             end = first + target.shape[0] * self._blocks
             chosen = slices[(slices >= first) & (slices < end)] - first
             if by_slots:  # a slice that came for a slot that is gone by now is left out
                 places = self._places(by_slots, chosen % self._blocks)
                 chosen = (chosen // self._blocks * target.shape[1] + places)[places != NO_SLOT].sort().values
-            if len(chosen):
+            if len(chosen) and taken:
                 device.copy_slices(target.flatten(0, 1), origin.flatten(0, 1), chosen)
             first = end
 
@@ -182,9 +211,16 @@ class StageSlices:
             copy_blocks(part, begins[both].to(part.device), ends[both].to(part.device))
 
 
-def _shape_of(part: PoolPart, layer: int) -> tuple[int, bool]:
-    """Return the bytes of a layer's slices, and whether they lie by window slots."""
-    return part.layout.slice_bytes(layer), part.slots > 0 and layer in part.layout.windowed_layers
+def rank_bytes(part: PoolPart, ranks: int) -> int:
+    """Return the bytes of a rank's heads of all slices in a stage's pool."""
+    layers = range(part.layer_begin, part.layer_end)
+    return part.layout.of_rank(ranks).pool_bytes(part.blocks, part.slots or part.blocks, layers)
+
+
+def _shape_of(part: PoolPart, own: KVLayout, layer: int) -> tuple[int, int, bool]:
+    """Return the bytes of a layer's slices, those of a rank, and whether slices lie by window slots."""
+    by_slots = part.slots > 0 and layer in part.layout.windowed_layers
+    return part.layout.slice_bytes(layer), own.slice_bytes(layer), by_slots
 
 
 def _typed(slices: Tensor, group: KVGroup, block_size: int) -> tuple[Tensor, Tensor | None]:
@@ -343,6 +379,7 @@ class TieredKVMemory:
         callbacks: hashes slices that have come to the host's pool; closed by the owner.
         batch_slices: most slices brought as one batch; 16 MiB unless given.
         beside: bytes that stay free on the device, for steps.
+        ranks: this process among the stage's ranks; None: there are no others.
     """
 
     def __init__(
@@ -352,10 +389,14 @@ class TieredKVMemory:
         callbacks: CallbackThread,
         batch_slices: int = 0,
         beside: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
-        host = StageSlices.of_pool(part, pool_bytes(part))
+        count, self._ranks = 1 if ranks is None else ranks.ranks, ranks
+        host = StageSlices(pool_bytes(part), part, ranks=count)
+        host = host if ranks is None else host.heads_of(ranks.rank, count)
         self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.layout.largest_slice_bytes)
-        slices = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
+        memory = device.memory((rank_bytes(part, count),), beside)
+        slices = StageSlices(memory, part, ranks=count, whole=False)
         self.kv, self.scales = slices.typed()
         self.blocks, self.block_size, self.slot_of = part.blocks, part.layout.block_size, slot_table(part)
         part.populate()
@@ -363,7 +404,7 @@ class TieredKVMemory:
         self._copy_home = partial(host.copy, device, slices)
         self._device_slices = slices
         self._part, self._device, self._size = part, device, part.layout.block_size
-        own = part.nbytes if slices.flat.device.type == "cpu" else 0
+        own = memory.nbytes if memory.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own
         self._callbacks = callbacks
         self._unstored: set[int] = set()
@@ -476,7 +517,10 @@ class TieredKVMemory:
     ) -> None:
         """Hash blocks of some layers that are in the host's pool behind an event."""
         event.wait()
-        self._part.seal([(layer, *block) for layer in layers for block in blocks if block[1]], _SEAL_THREADS)
+        if self._ranks is not None:
+            self._ranks.stored()
+        if self._ranks is None or self._ranks.first:
+            self._part.seal([(layer, *block) for layer in layers for block in blocks if block[1]], _SEAL_THREADS)
         if then is not None:
             then()
 

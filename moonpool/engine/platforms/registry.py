@@ -15,7 +15,7 @@ MEMORY_SHARE = 0.9
 HOST_COLLECTIVES = "gloo"
 """The `torch.distributed` backend that sends from the host's memory: every platform can use this backend."""
 _SEPARATOR = ","
-"""Between the devices of a pipeline's stages."""
+"""Between the devices of an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,9 @@ class Platform:
     device: str = ""
     """"MODULE:CLASS" for the `Device`, called with the device's number; "" computes in the host's pool."""
     numbered: bool = True
-    """Whether a name may end with a number; for one name, further pipeline stages take the next numbers."""
+    """Whether a name may end with a number; for one name, further ranks and stages take the next numbers."""
     collectives: str = HOST_COLLECTIVES
-    """Backend of `torch.distributed` that sends hidden states between stages on different devices."""
+    """Backend of `torch.distributed` between stages, and between ranks, on different devices."""
     uses_host_cores: bool = True
     """Whether steps compute on the host's cores, which a host's engines lend each other."""
 
@@ -90,6 +90,9 @@ class DeviceName:
             raise ConfigError("device", f"{text!r} is none of: {DEVICE_USAGE}")
         return cls(kind, int(number or 0))
 
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.number}" if self.platform.numbered else self.kind
+
     @property
     def platform(self) -> Platform:
         """The platform of this device.
@@ -106,33 +109,43 @@ class DeviceName:
         return type(self)(self.kind, self.number + count if self.platform.numbered else 0)
 
 
-def stage_devices(names: str, stages: int) -> tuple[DeviceName, ...]:
-    """Return the device of each pipeline stage, as a flag names them.
+def engine_devices(names: str, stages: int, ranks: int = 1) -> tuple[tuple[DeviceName, ...], ...]:
+    """Return the devices of each pipeline stage, one for each of its ranks, as a flag names them.
 
-    A single name is the first stage's device, and further stages are on the next devices. Names with commas between
-    them are those of all stages. Stages may share a device.
+    A single name is the first rank's device in the first stage, and further ranks, then further stages, are on the next
+    devices. Names with commas between them are those of all ranks, stage by stage. Ranks and stages may share a device.
 
     Raises:
-        ConfigError: there is no such device, a stage has none or more than one, or kinds differ; names the field
+        ConfigError: there is no such device, a rank has none or more than one, or kinds differ; names the field
             `device`.
     """
     devices = [DeviceName.parse(name) for name in names.split(_SEPARATOR)]
     if len(devices) == 1:
-        return tuple(devices[0].next(stage) for stage in range(stages))
-    if len(devices) != stages:
-        raise ConfigError("device", f"{names!r} names {len(devices)} devices for {stages} pipeline stages")
+        devices = [devices[0].next(number) for number in range(stages * ranks)]
+    if len(devices) != stages * ranks:
+        each = "" if ranks == 1 else f" with {ranks} ranks each"
+        raise ConfigError("device", f"{names!r} names {len(devices)} devices for {stages} pipeline stages{each}")
     if len({device.kind for device in devices}) > 1:
-        raise ConfigError("device", f"{names!r}: the stages of a pipeline compute on devices of one kind")
-    return tuple(devices)
+        raise ConfigError("device", f"{names!r}: an engine computes on devices of one kind")
+    return tuple(tuple(devices[begin : begin + ranks]) for begin in range(0, len(devices), ranks))
+
+
+def engine_platform(names: str) -> Platform:
+    """Return the platform of an engine's devices, as a flag names them.
+
+    Raises:
+        ConfigError: there is no such device; names the field `device`.
+    """
+    return DeviceName.parse(names.partition(_SEPARATOR)[0]).platform
 
 
 def collectives_of(devices: Sequence[DeviceName], available: Callable[[str], bool] = lambda backend: True) -> str:
-    """Return the backend of `torch.distributed` that sends tensors between stages on these devices.
+    """Return the backend of `torch.distributed` that sends tensors between stages or ranks on these devices.
 
-    The platform's own backend needs a device for each stage: NCCL refuses two ranks on one GPU.
+    The platform's own backend needs a device for each: NCCL refuses two processes on one GPU.
 
     Args:
-        devices: all stages' devices, with one kind.
+        devices: of the stages, or of a stage's ranks, with one kind.
         available: whether torch has a backend.
     """
     wanted = devices[0].platform.collectives

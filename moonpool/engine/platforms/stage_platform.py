@@ -68,14 +68,13 @@ def stage_platform(
         part: the stage's part of the pool.
         on_failure: called from another thread, once, if a callback of a layer has failed.
         beside: bytes that stay free on the device, for steps.
-        ranks: this process among the stage's ranks; of a plain CPU.
+        ranks: this process among the stage's ranks; None: there are no others.
 
     Raises:
         ConfigError: the device has no room for the KV.
     """
     if device is None:
         return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part, ranks), CallbackThread(on_failure))
-    assert ranks is None, "the ranks of a stage compute in the host's pool"
     callbacks = CallbackThread(on_failure, device.enter_thread)
-    memory = TieredKVMemory(part, device, callbacks, beside=beside)
+    memory = TieredKVMemory(part, device, callbacks, beside=beside, ranks=ranks)
     return StagePlatform(device.torch_device, device.compute, memory, callbacks, device)

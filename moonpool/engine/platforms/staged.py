@@ -25,6 +25,8 @@ _LAZINESS = (0.0, 0.0, 0.5, 1.0)
 """Shares of a stream's work that are done as soon as possible."""
 _UNASKED = 0.3
 """Share of rounds in which work that was not waited for is done."""
+_PAUSE_S = 0.002
+"""After which a device that goes on by itself does work that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class StagedDevice:
         self._eager: StagedStream | None = None
         self._failed: BaseException | None = None
         self._closed = False
+        self._pause_s: float | None = None
         self._registered = list[range]()  # addresses
         self._in_thread = threading.local()
         self.enter_thread()
@@ -108,6 +111,11 @@ class StagedDevice:
 
     def enter_thread(self) -> None:
         self._in_thread.entered = True
+
+    def goes_on(self) -> None:
+        with self._changed:
+            self._pause_s = _PAUSE_S
+            self._changed.notify_all()
 
     def capacity(self) -> DeviceCapacity:
         """See `Device.capacity`: a small, empty GPU."""
@@ -172,15 +180,25 @@ class StagedDevice:
     def _run(self) -> None:
         with torch.inference_mode(), self._changed:
             while True:
-                self._changed.wait_for(lambda: self._closed or self._eager is not None or self._open())
+                asked = self._changed.wait_for(self._has_work, self._pause_s)
                 if self._closed:
                     return
-                stream = self._next()
+                stream = self._next() if asked else self._any_ready()
+                if stream is None and not asked:
+                    continue
                 if stream is None:
                     self._eager = None
                     self._changed.notify_all()
                 else:
                     self._do(stream)
+
+    def _has_work(self) -> bool:
+        return self._closed or self._eager is not None or bool(self._open())
+
+    def _any_ready(self) -> StagedStream | None:
+        """Return a stream whose next work may be done; None if none has such work."""
+        ready = [stream for stream in self._streams if stream.ready] if self._failed is None else []
+        return self._random.choice(ready) if ready else None
 
     def _open(self) -> list[_StagedEvent]:
         """Return what threads wait for."""

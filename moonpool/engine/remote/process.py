@@ -8,7 +8,7 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import serving
 from moonpool.base.rpc.tls import Security
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
-from moonpool.engine.platforms.registry import stage_devices
+from moonpool.engine.platforms.registry import engine_platform
 from moonpool.engine.remote.config import StageConfig
 from moonpool.engine.remote.stage_host import PROCESSES, StagePlace, StageProcesses, keep_serving
 from moonpool.engine.setup import check_engine_installed
@@ -25,7 +25,7 @@ async def serve(context: ProcessContext, config: StageConfig, processes: StagePr
     """
     leader, node_rank = config.place()
     check_engine_installed()
-    stage_devices(config.device, 1)
+    engine_platform(config.device)
     context.starting("reading the checkpoint")
     folder = resolve(config.model)
     weights = await asyncio.to_thread(weights_fingerprint, folder)

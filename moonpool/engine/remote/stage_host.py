@@ -41,6 +41,7 @@ from moonpool.engine.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from moonpool.engine.platforms.registry import engine_devices
 from moonpool.engine.remote.link import SILENCE_S, StageLink
 from moonpool.engine.remote.messages import (
     ANSWER,
@@ -57,7 +58,7 @@ from moonpool.engine.remote.messages import (
 from moonpool.engine.remote.peer_check import check_peer
 from moonpool.engine.remote.schema import SchemaError
 from moonpool.engine.remote.slices import write_slice
-from moonpool.engine.start_engine import WORKER, rank_page
+from moonpool.engine.start_engine import WORKER, meeting_folder, meets_by_store, rank_page, rank_store
 from moonpool.engine.worker_process import WorkerProcess, is_stopped, spawn_worker, worker_environment
 
 log = get_logger(__name__)
@@ -215,7 +216,8 @@ async def serve_leader(place: StagePlace, link: StageLink, processes: StageProce
 def _own(engine: EngineSpec, place: StagePlace) -> EngineSpec:
     """Return the leader's specification as this host carries it out."""
     threads = place.threads or max(1, len(os.sched_getaffinity(0)) // engine.ranks)
-    device = ",".join([place.device] * engine.stages) if place.device != "cpu" else "cpu"
+    own = ",".join(map(str, *engine_devices(place.device, 1, engine.ranks)))
+    device = ",".join([own] * engine.stages)
     return replace(
         engine, checkpoint=str(place.checkpoint), device=device, threads=threads, core_page="", weights_file=""
     )
@@ -266,10 +268,14 @@ class _StageHost:
         if self._engine.sized:
             self._make_part()
         page = rank_page(self._engine.ranks, self._stack)
+        grouped = meets_by_store(self._engine)
+        store = rank_store(meeting_folder(self._stack), self._spec.stage) if grouped else ""
         for rank in range(self._engine.ranks):
-            spec = replace(self._spec, rank=rank)
+            spec = replace(self._spec, rank=rank, rank_store=store)
             worker = await self._processes.start(spec, self._memory, page)
             self._workers.append(worker)
+            if self._part is not None:
+                worker.serve(self._part)
             worker.channel.send(spec)
 
     async def run(self) -> None:
@@ -294,8 +300,8 @@ class _StageHost:
         self._part = PoolPart.create(
             self._memory, engine.layout, engine.blocks, spec.layer_begin, spec.layer_end, engine.slots
         )
-        if self._workers:  # whose device will have a copy
-            self._workers[0].serve(self._part)
+        for worker in self._workers:  # whose devices will have copies
+            worker.serve(self._part)
 
     async def _fail(self, why: str) -> None:
         log.warning("the stage has failed", reason=why)
@@ -455,6 +461,8 @@ def _together(said: Mapping[int, Any]) -> Any:
     if isinstance(first, LoraAnswer):
         failure = next((answer.failure for answer in said.values() if answer.failure is not None), None)
         return replace(first, nbytes=sum(answer.nbytes for answer in said.values()), failure=failure)
+    if isinstance(first, StageRoom):
+        return StageRoom.least(said.values())
     return first
 
 

@@ -69,7 +69,7 @@ def main() -> None:
     if spec.rendezvous:
         assert Path(spec.rendezvous).is_dir()
     gates = KVGates()
-    receiver = OrderReceiver(channel, gates, spec.engine, spec.rendezvous)
+    receiver = OrderReceiver(channel, gates, spec)
     receiver.start()
     channel.send(WorkerReady(0.0, 0, Footprint(4, 3, 2, 1, 0), "nothing"))
     following: Step | None = None

@@ -1,7 +1,8 @@
 """The ranks of all stages of a model, as threads of the tests' own process."""
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +14,21 @@ from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.kv.memory import shared_memory
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.scheduling.steps import LayerDone, Step, stage_ranges
+from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.loader import load_stage, torch_dtype
 from moonpool.engine.models.tensor_reader import DENSE_WEIGHTS, KeptWeights
+from moonpool.engine.parallel.group_ranks import group_ranks
 from moonpool.engine.parallel.page import RankPage, page_bytes
 from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.pipeline import Links, NoLinks
+from moonpool.engine.platforms.base import Device
+from moonpool.engine.platforms.registry import DeviceName
 from moonpool.engine.platforms.stage_platform import stage_platform
+from moonpool.engine.platforms.staged import StagedDevice
+from moonpool.engine.prompt_graphs import PromptGraphs
 from tests.unit.engine.stages import ListLinks
 
 BLOCKS, SIZE = 8, 16
@@ -46,14 +53,16 @@ class _ChainLinks:
 
 
 class RankedStages:
-    """Stages of so many ranks each, over one pool.
+    """Stages of so many ranks each, over one pool; with a seed, on devices that order work as GPUs might.
 
     Attributes:
         gates: of each stage's ranks.
         events: what each stage's ranks emit.
     """
 
-    def __init__(self, path: Path, pool: KVPool, ranks: int, dtype: str, kept: KeptWeights) -> None:
+    def __init__(
+        self, path: Path, pool: KVPool, ranks: int, dtype: str, kept: KeptWeights, seed: int | None, captures: bool
+    ) -> None:
         config, self.pool = load_config(path), pool
         stages = len(pool.parts)
         self.gates = [[KVGates() for _ in range(ranks)] for _ in pool.parts]
@@ -62,30 +71,37 @@ class RankedStages:
         chains = [[ListLinks() for _ in range(ranks)] for _ in range(stages - 1)]
         self.runners: list[list[StageRunner]] = []
         for stage, part in enumerate(pool.parts):
-            page = shared_memory()
-            os.truncate(page, page_bytes(ranks))
+            devices = opened(seed, stage, ranks)
             row = []
-            for rank in range(ranks):
-                its = None if ranks == 1 else Ranks(RankPage(page, rank, ranks, TIMEOUT_S))
+            for rank, (its, device) in enumerate(zip(met(ranks, devices), devices, strict=True)):
                 model = load_stage(
                     path, config, torch_dtype(dtype), part.layer_begin, part.layer_end, kept=kept, ranks=its
                 )
-                place = stage_platform(None, part, self.failures.append, ranks=its)
+                place = stage_platform(device, part, self.failures.append, ranks=its)
                 links: Links = NoLinks()
                 if stages > 1:
                     before = chains[stage - 1][rank] if stage else None
                     links = _ChainLinks(before, chains[stage][rank] if stage + 1 < stages else None)
                 emit = self.events[stage][rank].append
-                row.append(StageRunner(stage, model, place, links, self.gates[stage][rank], emit, 5.0))
-            os.close(page)
+                runner = StageRunner(stage, model, place, links, self.gates[stage][rank], emit, 5.0)
+                if device is not None and captures:
+                    longest, cache = BLOCKS * SIZE, GraphCache(BLOCKS * SIZE, most_rows=4)
+                    runner.graphs = DecodeGraphs(device, model, place.memory, cache, longest)
+                    runner.prompt_graphs = PromptGraphs(device, model, place.memory, longest, 64)
+                row.append(runner)
             self.runners.append(row)
         self._threads = ThreadPoolExecutor(ranks)
+        for row in self.runners if captures else ():
+            for done in [self._threads.submit(_capture, runner) for runner in row]:
+                done.result()
 
     def run(self, step: Step) -> StageDone:
         """Run a step of all stages, or a run of one stage; return what the last stage's first rank says."""
         for row in self.runners:
             for ended in [self._threads.submit(_to_the_end, runner, step) for runner in row]:
                 ended.result()
+            for runner in row:
+                runner.platform.callbacks.send(lambda: None).wait()  # behind the reports
         assert not self.failures
         done = [[event for event in its if isinstance(event, StageDone)] for its in self.events[-1]]
         assert all(its[-1].over for its in done)
@@ -108,7 +124,43 @@ class RankedStages:
         return [event.layer for row in self.events for event in row[0] if isinstance(event, LayerDone)]
 
 
+def opened(seed: int | None, stage: int, ranks: int) -> list[StagedDevice | None]:
+    if seed is None:
+        return [None] * ranks
+    devices = [StagedDevice(seed + stage * ranks + rank) for rank in range(ranks)]
+    for device in devices if ranks > 1 else ():
+        device.goes_on()
+    return list(devices)
+
+
+def met(ranks: int, devices: Sequence[Device | None]) -> list[Ranks | None]:
+    """Return the ranks of a stage, which have found each other."""
+    if ranks == 1:
+        return [None]
+    fd = shared_memory()
+    os.truncate(fd, page_bytes(ranks))
+    pages = [RankPage(fd, rank, ranks, TIMEOUT_S) for rank in range(ranks)]
+    os.close(fd)
+    if devices[0] is None:
+        return [Ranks(page) for page in pages]
+    names = [DeviceName("staged")] * ranks
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as threads:
+        each = [threads.submit(group_ranks, page, f"{folder}/store", names, torch.device("cpu")) for page in pages]
+        return [its.result() for its in each]
+
+
+def _capture(runner: StageRunner) -> None:
+    assert runner.platform.device is not None
+    runner.platform.device.enter_thread()
+    assert runner.graphs is not None
+    assert runner.prompt_graphs is not None
+    runner.graphs.capture(runner.platform.stream, lambda what: None)
+    runner.prompt_graphs.capture(runner.platform.stream, lambda what: None)
+
+
 def _to_the_end(runner: StageRunner, step: Step) -> None:
+    if runner.platform.device is not None:
+        runner.platform.device.enter_thread()
     goes_on = runner.run(step)
     while goes_on:
         goes_on = runner.go_on()
@@ -123,11 +175,13 @@ def ranked(
     dtype: str = "float32",
     kv_dtype: str = "auto",
     kept: KeptWeights = DENSE_WEIGHTS,
+    seed: int | None = None,
+    captures: bool = False,
 ) -> Iterator[RankedStages]:
     torch.set_num_threads(1)
     layout = kv_layout(load_config(path), dtype, SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, stage_ranges(layout.layers, stages))
-    opened = RankedStages(path, pool, ranks, dtype, kept)
-    yield opened
-    opened.close()
+    found = RankedStages(path, pool, ranks, dtype, kept, seed, captures)
+    yield found
+    found.close()
     pool.close()

@@ -11,8 +11,9 @@ def captured(longest: int, **how: int) -> GraphCache:
     """With all graphs that may be, of 100 bytes each."""
     graphs = GraphCache(longest, **how)
     for shape in graphs.shapes:
-        if not graphs.captured(shape, 100):
+        if not graphs.holds(100):
             break
+        graphs.captured(shape)
     return graphs
 
 
@@ -55,10 +56,9 @@ def test_all_steps_of_a_service_have_a_graph(longest: int, most_rows: int) -> No
 def test_a_shape_is_found_once_its_graph_is_captured() -> None:
     graphs = GraphCache(1024)
     assert graphs.shape(1, 1) is None
-    assert graphs.captured(ONE, 100)
+    graphs.captured(ONE)
     assert graphs.shape(1, 1) == ONE
     assert graphs.shape(2, 1) is None
-    assert graphs.nbytes == 100
 
 
 def test_where_memory_ends_a_larger_graph_is_taken() -> None:
@@ -72,6 +72,6 @@ def test_where_memory_ends_a_larger_graph_is_taken() -> None:
 
 def test_after_a_failure_what_is_captured_stays() -> None:
     graphs = GraphCache(1024)
-    graphs.captured(ONE, 1)
+    graphs.captured(ONE)
     graphs.failed("no memory")
     assert (graphs.shape(1, 1), graphs.shape(2, 1), graphs.stopped) == (ONE, None, "no memory")

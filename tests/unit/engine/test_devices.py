@@ -516,6 +516,8 @@ class AtOnce:
 
     def register(self, memory: torch.Tensor) -> None: ...
 
+    def goes_on(self) -> None: ...
+
     def copy_slices(self, target: torch.Tensor, source: torch.Tensor, slices: torch.Tensor) -> None:
         target[slices] = source[slices]
 

@@ -43,7 +43,7 @@ def spec(model: ModelConfig, **changes: object) -> EngineSpec:
 
 def test_a_pool_takes_what_weights_and_steps_leave(model: ModelConfig) -> None:
     asked = spec(model)
-    sizes = choose_sizes(model, asked, [H100], None)
+    sizes = choose_sizes(model, asked, [[H100]], None)
     assert sizes.max_num_batched_tokens == 8192
     pool = sizes.blocks * asked.layout.block_bytes
     chosen = replace(asked, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)
@@ -57,7 +57,7 @@ def test_a_pool_takes_what_weights_and_steps_leave(model: ModelConfig) -> None:
 def test_engines_on_one_gpu_have_room_for_each_other(model: ModelConfig) -> None:
     """Both may look before the other has taken anything."""
     asked = spec(model, memory_share=0.45)
-    sizes = choose_sizes(model, asked, [H100], None)
+    sizes = choose_sizes(model, asked, [[H100]], None)
     assert sizes.max_num_batched_tokens == 4096
     chosen = replace(asked, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)
     pool = sizes.blocks * asked.layout.block_bytes
@@ -66,27 +66,27 @@ def test_engines_on_one_gpu_have_room_for_each_other(model: ModelConfig) -> None
 
 def test_what_others_took_is_not_taken(model: ModelConfig) -> None:
     asked = spec(model)
-    sizes = choose_sizes(model, asked, [replace(H100, free=20 * GIB)], None)
+    sizes = choose_sizes(model, asked, [[replace(H100, free=20 * GIB)]], None)
     assert sizes.blocks * asked.layout.block_bytes < 19 * GIB
     with pytest.raises(ConfigError, match="no room for a block") as caught:
-        choose_sizes(model, asked, [replace(H100, free=1 * GIB)], None)
+        choose_sizes(model, asked, [[replace(H100, free=1 * GIB)]], None)
     assert caught.value.field == "kv_cache_memory_bytes"
 
 
 def test_the_host_bounds_the_pool_too(model: ModelConfig) -> None:
     asked = spec(model)
-    sizes = choose_sizes(model, asked, [H100], 8 * GIB)
+    sizes = choose_sizes(model, asked, [[H100]], 8 * GIB)
     assert sizes.blocks == int(0.9 * 0.75 * 8 * GIB) // asked.layout.block_bytes
     assert "host" in sizes.why
 
 
 def test_stages_on_one_device_divide_the_share_and_the_fullest_stage_decides(model: ModelConfig) -> None:
     half = replace(H100, weights=8 * GIB, free=60 * GIB)
-    together = choose_sizes(model, spec(model, stages=2, device="cuda:0,cuda:0"), [half, half], None)
-    apart = choose_sizes(model, spec(model, stages=2, device="cuda:0"), [half, half], None)
-    alone = choose_sizes(model, spec(model), [H100], None)
+    together = choose_sizes(model, spec(model, stages=2, device="cuda:0,cuda:0"), [[half], [half]], None)
+    apart = choose_sizes(model, spec(model, stages=2, device="cuda:0"), [[half], [half]], None)
+    alone = choose_sizes(model, spec(model), [[H100]], None)
     assert together.blocks < alone.blocks < 2 * alone.blocks < apart.blocks
-    full = choose_sizes(model, spec(model, stages=2, device="cuda:0"), [half, replace(half, free=10 * GIB)], None)
+    full = choose_sizes(model, spec(model, stages=2, device="cuda:0"), [[half], [replace(half, free=10 * GIB)]], None)
     assert full.blocks < apart.blocks / 3
 
 
@@ -94,7 +94,7 @@ def test_smaller_gpus_take_smaller_steps(model: ModelConfig) -> None:
     asked = spec(model)
 
     def tokens(room: StageRoom) -> int:
-        return choose_sizes(model, asked, [room], None).max_num_batched_tokens
+        return choose_sizes(model, asked, [[room]], None).max_num_batched_tokens
 
     assert tokens(replace(H100, processors=84)) == 4096
     assert tokens(replace(H100, processors=30)) == 2048
@@ -102,9 +102,9 @@ def test_smaller_gpus_take_smaller_steps(model: ModelConfig) -> None:
 
 
 def test_what_is_set_stays(model: ModelConfig) -> None:
-    sizes = choose_sizes(model, spec(model, blocks=7), [H100], None)
+    sizes = choose_sizes(model, spec(model, blocks=7), [[H100]], None)
     assert (sizes.blocks, sizes.max_num_batched_tokens) == (7, 8192)
-    assert choose_sizes(model, spec(model, max_num_batched_tokens=320), [H100], None).max_num_batched_tokens == 320
+    assert choose_sizes(model, spec(model, max_num_batched_tokens=320), [[H100]], None).max_num_batched_tokens == 320
 
 
 def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_new_device_says_whether_its_memory_sizes_the_pool(
     assert isinstance(device, ToyDevice)
     told = device.capacity()
     room = StageRoom(told.total, told.free, told.processors, weights=GIB)
-    sizes = choose_sizes(load_config(checkpoint), replace(found, blocks=0, max_num_batched_tokens=0), [room], None)
+    sizes = choose_sizes(load_config(checkpoint), replace(found, blocks=0, max_num_batched_tokens=0), [[room]], None)
     assert sizes.blocks * size > 4 * GIB
 
 

@@ -34,6 +34,15 @@ class Library:
         found, self.last_error = self.last_error, 0
         return found
 
+    def cudaMemcpy2DAsync(self, *arguments: object) -> int:
+        values: list[int] = [getattr(argument, "value", 0) for argument in arguments]
+        target, target_pitch, source, source_pitch, width, height, *how = values
+        assert how == [4, 77]
+        for row in range(0 if self.error else height):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+        self.copied.append(width * height)
+        return self.error
+
     def cudaMemcpyBatchAsync(self, *arguments: object) -> int:
         *places, count, _attributes, _first, kinds, stream = arguments
         assert isinstance(count, ctypes.c_size_t)
@@ -76,6 +85,20 @@ def test_rows_are_copied_and_no_others(rows: list[int], runs: list[list[int]]) -
     assert library.copied == [12 * count for _, count in runs]
 
 
+@pytest.mark.parametrize("home", [True, False])
+def test_some_bytes_of_rows_are_copied_with_others_between_them(home: bool) -> None:
+    library, whole, own = Library(), slices(8, 12), torch.full((8, 4), 255, dtype=torch.uint8)
+    part, untouched = whole[:, 4:8], whole.clone()
+    target, source = (part, own) if home else (own, part)
+    expected = target.clone()
+    expected[[1, 3, 4]] = source[[1, 3, 4]]
+    CudaRuntime(library, 12).copy_spaced_rows(target, source, runs_of(torch.tensor([1, 3, 4])), 77)
+    assert torch.equal(target, expected)
+    assert torch.equal(whole[:, :4], untouched[:, :4])
+    assert torch.equal(whole[:, 8:], untouched[:, 8:])
+    assert library.copied == [4, 8]
+
+
 def test_memory_is_registered_and_given_back() -> None:
     library, memory = Library(), slices(3, 7)
     runtime = CudaRuntime(library, 12)
@@ -91,6 +114,7 @@ def test_what_is_refused_says_so_and_leaves_no_error_for_torch() -> None:
     calls: list[tuple[Callable[[], None], str]] = [
         (partial(runtime.register, memory), "cudaHostRegister of 21 bytes: error 801"),
         (partial(runtime.copy_rows, memory, memory, runs, 77), "cudaMemcpyBatchAsync of 1 copies: error 801"),
+        (partial(runtime.copy_spaced_rows, memory, memory, runs, 77), "cudaMemcpy2DAsync of 1 rows: error 801"),
     ]
     for call, said in calls:
         library.last_error = 801

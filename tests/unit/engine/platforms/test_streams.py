@@ -7,7 +7,7 @@ import torch
 
 from moonpool.base.errors import ConfigError
 from moonpool.engine.platforms.callback_thread import CallbackThread
-from moonpool.engine.platforms.registry import DeviceName, collectives_of, stage_devices
+from moonpool.engine.platforms.registry import DeviceName, collectives_of, engine_devices, engine_platform
 from moonpool.engine.platforms.stage_platform import open_device
 from moonpool.engine.platforms.staged import StagedDevice
 
@@ -115,12 +115,27 @@ def names(*devices: tuple[str, int]) -> tuple[DeviceName, ...]:
     return tuple(DeviceName(kind, number) for kind, number in devices)
 
 
+def chain_of(text: str, stages: int) -> tuple[DeviceName, ...]:
+    return tuple(name for (name,) in engine_devices(text, stages))
+
+
 def test_stages_are_on_the_next_devices_or_on_those_that_are_named() -> None:
-    assert stage_devices("cpu", 2) == names(("cpu", 0), ("cpu", 0))
-    assert stage_devices("staged:7", 3) == names(("staged", 7), ("staged", 8), ("staged", 9))
-    assert stage_devices("cuda", 2) == names(("cuda", 0), ("cuda", 1))
-    assert stage_devices("cuda:1,cuda:0", 2) == names(("cuda", 1), ("cuda", 0))
-    assert stage_devices("cuda:0,cuda", 2) == names(("cuda", 0), ("cuda", 0))
+    assert chain_of("cpu", 2) == names(("cpu", 0), ("cpu", 0))
+    assert chain_of("staged:7", 3) == names(("staged", 7), ("staged", 8), ("staged", 9))
+    assert chain_of("cuda", 2) == names(("cuda", 0), ("cuda", 1))
+    assert chain_of("cuda:1,cuda:0", 2) == names(("cuda", 1), ("cuda", 0))
+    assert chain_of("cuda:0,cuda", 2) == names(("cuda", 0), ("cuda", 0))
+
+
+def test_ranks_are_on_the_next_devices_stage_by_stage_or_on_those_that_are_named() -> None:
+    assert engine_devices("cuda", 2, 2) == (names(("cuda", 0), ("cuda", 1)), names(("cuda", 2), ("cuda", 3)))
+    assert engine_devices("cuda:3,cuda:1", 1, 2) == (names(("cuda", 3), ("cuda", 1)),)
+    assert engine_devices("cpu", 1, 2) == (names(("cpu", 0), ("cpu", 0)),)
+    with pytest.raises(ConfigError, match="names 2 devices for 2 pipeline stages with 2 ranks each"):
+        engine_devices("cuda:0,cuda:1", 2, 2)
+    assert [str(name) for (name,) in engine_devices("cuda:3", 2)] == ["cuda:3", "cuda:4"]
+    assert str(DeviceName("cpu")) == "cpu"
+    assert engine_platform("cuda:0,cuda:1").kind == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +150,7 @@ def test_stages_are_on_the_next_devices_or_on_those_that_are_named() -> None:
 )
 def test_names_that_do_not_fit_the_stages_are_refused(text: str, stages: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        stage_devices(text, stages)
+        engine_devices(text, stages)
     assert caught.value.field == "device"
 
 
@@ -154,4 +169,4 @@ def test_names_that_do_not_fit_the_stages_are_refused(text: str, stages: int, sa
 def test_tensors_go_from_gpu_to_gpu_if_each_stage_has_its_own(
     text: str, stages: int, torch_has: set[str], backend: str
 ) -> None:
-    assert collectives_of(stage_devices(text, stages), torch_has.__contains__) == backend
+    assert collectives_of(chain_of(text, stages), torch_has.__contains__) == backend
