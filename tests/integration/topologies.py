@@ -90,6 +90,9 @@ REST = [
     Topology("tiny-mixtral", 1, 1, False, F32, ranks=(2, 1)),
     Topology("tiny-qwen3", 1, 1, True, F32, ranks=(4, 2)),
     Topology("tiny-llama", 1, 2, True, BF16, ranks=(1, 2)),
+    Topology("tiny-gemma3", 1, 2, True, F32, device="staged:13", ranks=(2, 4)),
+    Topology("tiny-deepseek-v32", 1, 1, True, F32, device="staged:17", ranks=(2, 1)),
+    Topology("tiny-qwen2", 1, 1, True, BF16, device="staged:19", ranks=(1, 2)),
 ]
 
 

@@ -180,20 +180,22 @@ class StagedDevice:
     def _run(self) -> None:
         with torch.inference_mode(), self._changed:
             while True:
-                asked = self._changed.wait_for(self._has_work, self._pause_s)
+                asked = self._asked()
                 if self._closed:
                     return
                 stream = self._next() if asked else self._any_ready()
-                if stream is None and not asked:
-                    continue
-                if stream is None:
+                if stream is not None:
+                    self._do(stream)
+                elif asked:
                     self._eager = None
                     self._changed.notify_all()
-                else:
-                    self._do(stream)
 
-    def _has_work(self) -> bool:
-        return self._closed or self._eager is not None or bool(self._open())
+    def _asked(self) -> bool:
+        """Wait until a thread needs work done; return False if a device that goes on by itself is done waiting."""
+        while not (self._closed or self._eager is not None or self._open()):
+            if not self._changed.wait(self._pause_s):
+                return False
+        return True
 
     def _any_ready(self) -> StagedStream | None:
         """Return a stream whose next work may be done; None if none has such work."""

@@ -110,12 +110,15 @@ GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reaso
 @pytest.mark.parametrize(
     ("stages", "ranks", "device"),
     [
-        *((1, 1, "cpu"), (2, 1, "staged:3"), (1, 2, "cpu")),
+        *((1, 1, "cpu"), (2, 1, "staged:3"), (1, 2, "cpu"), (1, 2, "staged:4")),
         *(pytest.param(2, 1, device, marks=pytest.mark.slow) for device in ("cpu", "staged:2,staged:2")),
         *(pytest.param(*both, "cpu", marks=pytest.mark.slow) for both in ((2, 2), (1, 4))),
+        *(pytest.param(*both, "staged", marks=pytest.mark.slow) for both in ((2, 2), (1, 4))),
         pytest.param(1, 1, "cuda", marks=GPU),
         pytest.param(2, 1, "cuda:0,cuda:0", marks=GPU),
+        pytest.param(1, 2, "cuda:0,cuda:0", marks=GPU),
         pytest.param(2, 1, "cuda", marks=GPUS),
+        pytest.param(1, 2, "cuda", marks=GPUS),
     ],
 )
 async def test_an_engine_of_processes(checkpoint: Path, stages: int, ranks: int, device: str) -> None:

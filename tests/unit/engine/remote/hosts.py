@@ -60,9 +60,10 @@ async def host(
     security: Security | None = None,
     silence_s: float = PATIENT_S,
     worker_module: str = WORKER,
+    device: str = "cpu",
 ) -> AsyncIterator[Host]:
     """A host of one stage."""
-    place = StagePlace(leader, node_rank, checkpoint, weights_fingerprint(checkpoint), threads=1)
+    place = StagePlace(leader, node_rank, checkpoint, weights_fingerprint(checkpoint), device, threads=1)
     running = Host(place, security, silence_s, worker_module)
     try:
         yield running
