@@ -152,7 +152,7 @@ def test_quantized_attention(gpu: Gpu, stored: torch.dtype, rows: int, block_siz
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (200, False), (8, True)])
 @pytest.mark.parametrize("head_dim", [128, 512])
 def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, deterministic: bool, head_dim: int) -> None:
-    how = {"dtype": dtype, "rows": rows, "deterministic": deterministic, "head_dim": head_dim}
+    how: dict[str, Any] = {"dtype": dtype, "rows": rows, "deterministic": deterministic, "head_dim": head_dim}
     _fits(gpu, lambda ops: launches.attend(ops, **how))
 
 
