@@ -70,11 +70,11 @@ class GraphRun(LayerRun):
     def _captures(self, run: StepRun) -> bool:
         """Tell whether graphs have what a step computes.
 
-        They have no products of adapters, no rows of pictures, and no positions but the tokens' places.
+        They have no rows of pictures.
         """
         if self._recurrent and run.pending_masks is not None and not run.pending_masks.in_time():
             return False
-        return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media
+        return not run.has_media
 
     def _steps_ahead(self, run: StepRun, rows: PlainRows) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
