@@ -17,6 +17,8 @@ from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.lora import lora_slots
 from moonpool.engine.models.random_checkpoint import create_lora
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.platforms.base import Device
+from moonpool.engine.platforms.cuda import CudaDevice
 from tests.unit.engine.test_devices import FEW, GREEDY, OTHER, PROMPT, Rig, ids, rig
 from tests.unit.engine.test_steps_ahead import Counted
 
@@ -24,9 +26,9 @@ MAX_RANK, STEPS = 8, 6
 TABLES = (4, 1, 6), (7, 2)
 
 
-def load(checkpoint: Path, slots: int) -> StageModel:
-    config = load_config(checkpoint)
-    model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers)
+def load(checkpoint: Path, slots: int, device: Device | None = None) -> StageModel:
+    config, where = load_config(checkpoint), torch.device("cpu") if device is None else device.torch_device
+    model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers, where)
     assert isinstance(model, StageModel)
     if slots:
         model.lora_slots = lora_slots(config, model.layers, 0, count=slots, max_rank=MAX_RANK)
@@ -101,6 +103,16 @@ def test_tokens_are_those_of_a_plain_cpu(checkpoint: Path, folders: list[Path], 
         part = SequenceStep(ids(PROMPT), 0, TABLES[0], GREEDY, lora=read_adapter(folders[1]).id)
         tested.run(part)
         assert device.replays == model.config.num_layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, folders: list[Path]) -> None:
+    with rig(load(checkpoint, 0), None) as plain:
+        expected = story(plain, folders)
+    device = CudaDevice(0)
+    with rig(load(checkpoint, 2, device), device, graphs=True) as tested:
+        assert story(tested, folders) == expected
 
 
 def test_without_a_free_slot_an_adapter_is_refused(checkpoint: Path, folders: list[Path]) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.checkpoint.lora import read_adapter
 from moonpool.base.errors import CheckpointError
 from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.engine.footprint import lora_bytes
 from moonpool.engine.models.batch import BatchLoras, PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.lora import StageLora, load_lora, lora_slots
@@ -52,6 +55,8 @@ def test_sums_are_those_of_each_adapter_alone(
     assert isinstance(model, StageModel)
     folders = [create_lora(tmp_path / str(seed), config, seed, places, rank=4 * seed + 4) for seed in (1, 2)]
     slots = lora_slots(config, model.layers, 0, count=3, max_rank=MAX_RANK)
+    spec: Any = SimpleNamespace(dtype="float32", max_loras=3, max_lora_rank=MAX_RANK)
+    assert 3 * slots.slot_bytes <= lora_bytes(config, spec, 0, config.num_layers), "room is kept for so much"
 
     def load(folder: Path, *, into_slot: bool) -> StageLora:
         where = config, model.layers, 0
