@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from moonpool.base.config import is_loopback, parse_address
 from moonpool.base.errors import ConfigError
+from moonpool.base.rpc.accept import accept, close_if_cancelled
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.async_utils import accept, close_if_cancelled
 from moonpool.gateway.certificates import ReloadedCertificate
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.http_connection import HttpConfig, HttpConnection
