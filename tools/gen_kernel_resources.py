@@ -145,6 +145,8 @@ SHAPES = {
     "qwen2.5-0.5b": Shape(14, 2, 64, 896, 4864),
     "smollm2-135m": Shape(9, 3, 64, 576, 1536),
     "gemma-2-9b (heads of 256)": Shape(16, 8, 256, 3584, 14_336),
+    "gemma-4-31b (heads of 512)": Shape(32, 4, 512, 5376, 21_504),
+    "gemma-4-31b, KV in int8": Shape(32, 4, 512, 5376, 21_504, stored=torch.int8),
     "llama-3-8b, KV in int8": Shape(*_LARGE, stored=torch.int8),
     "llama-3-8b, KV in float8": Shape(*_LARGE, stored=torch.float8_e4m3fn),
     "llama-3-8b, blocks of 16": Shape(*_LARGE, block_size=16),

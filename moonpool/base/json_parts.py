@@ -12,6 +12,9 @@ UNCHECKED_BYTES = 64 << 10
 """Bodies up to this size are parsed without counting their parts first."""
 MAX_YAML_PARTS = 1 << 20
 """Values of a YAML text, each counted as often as aliases and merges repeat it."""
+MAX_YAML_NUMBER = 1 << 10
+"""Signs of a number in YAML: PyYAML reads 1:1:1, in parts of 60, in quadratic time."""
+_YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
@@ -30,7 +33,8 @@ def parse_yaml(text: str) -> Any:
     """Read YAML that somebody else has written; plain values only.
 
     Raises:
-        ValueError: the text is no YAML, has a date that is none, is nested too deep, or has too many parts.
+        ValueError: the text is no YAML, has a date that is none, is nested too deep, or has too many parts or too
+            long a number.
     """
     import yaml  # engine processes read none
 
@@ -44,14 +48,20 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
-    except (AttributeError, LookupError) as error:  # PyYAML's own, of a tag such as !!bool
+    except (AttributeError, LookupError, OverflowError) as error:  # PyYAML's own, of a tag such as !!bool
         raise ValueError("is no YAML: a value is not what its tag says") from error
     except RecursionError:
         raise ValueError("is nested too deep") from None
 
 
 def _num_parts(node: Any, counted: dict[int, int]) -> int:
-    """Count a YAML node and the nodes within; `counted` has those whose numbers are known, by identity."""
+    """Count a YAML node and the nodes within; `counted` has those whose numbers are known, by identity.
+
+    Raises:
+        ValueError: a number is too long.
+    """
+    if node.tag in _YAML_NUMBERS and len(node.value) > MAX_YAML_NUMBER:
+        raise ValueError(f"has a number of more than {MAX_YAML_NUMBER} signs")
     if (known := counted.get(id(node))) is not None:
         return known
     counted[id(node)] = MAX_YAML_PARTS + 1  # if it is met within itself

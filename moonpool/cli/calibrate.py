@@ -50,11 +50,13 @@ kv:
   layers: {layers}
   kv_heads: 1
 
-# Seconds of a step: base + per_token x tokens + per_pair x (token computed, token attended to).
+# Seconds of a step: base + per_token x tokens + per_pair x (token computed, token attended to)
+# + per_context_token x tokens before those computed.
 prefill:
   base_s: {prefill.coefficients[0]:.4e}
   per_token_s: {prefill.coefficients[1]:.4e}
   per_pair_s: {prefill.coefficients[2]:.4e}
+  per_context_token_s: {prefill.coefficients[3]:.4e}
 
 # Seconds of a step: base + per_sequence x batch + per_context_token x tokens of context of all sequences.
 decode:

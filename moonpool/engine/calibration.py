@@ -30,7 +30,7 @@ LONGEST_STEP_S = 2.0
 """Sizes at least as large as a size that took longer are left out for the rest of the round."""
 MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
 """Tokens that the pool must hold for all sizes."""
-Coefficients = tuple[float, float, float]
+Coefficients = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class PrefillTime:
         return self.tokens, self.prefix
 
     @property
-    def row(self) -> tuple[float, float, float]:
-        """What base, per token and per pair are multiplied by."""
-        return 1.0, self.tokens, self.pairs
+    def row(self) -> Coefficients:
+        """What base, per token, per pair and per token of context are multiplied by."""
+        return 1.0, self.tokens, self.pairs, self.prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +100,39 @@ class DecodeTime:
         return self.sequences, self.context // self.sequences
 
     @property
-    def row(self) -> tuple[float, float, float]:
+    def row(self) -> Coefficients:
         """What base, per sequence and per token of context are multiplied by."""
         return 1.0, self.sequences, self.context
 
 
-def fit_prefill(short: PrefillTime, long: PrefillTime, prefixed: PrefillTime) -> tuple[float, float, float]:
-    """(base, per token, per pair), none negative, from three times; `prefixed` has the tokens of `long`.
+def fit_prefill(
+    short: PrefillTime, long: PrefillTime, few_behind: PrefillTime, many_behind: PrefillTime
+) -> tuple[float, float, float, float]:
+    """(base, per token, per pair, per token of context), none negative, from four times.
 
     Timings are noisy and may not grow with size: a negative coefficient becomes 0, and the others then explain the long
     time. Attention gets at most half of the long step: in short prompts attention's share is less, and an error there
-    grows with the square of a prompt's length.
+    grows with the square of a prompt's length. Reading the prefix gets at most half of what the prefix adds.
+
+    Args:
+        short: nothing before it.
+        long: nothing before it.
+        few_behind: the tokens of `short` behind a prefix.
+        many_behind: the tokens of `long` behind the same prefix.
     """
-    pair_span = prefixed.pairs - long.pairs
-    per_pair = max(0.0, (prefixed.seconds - long.seconds) / pair_span) if pair_span > 0 else 0.0
+    prefix, few, many = many_behind.prefix, short.tokens, long.tokens
+    added_s, few_s = max(0.0, many_behind.seconds - long.seconds), few_behind.seconds - short.seconds
+    read_s = max(0.0, (many * few_s - few * added_s) / (many - few)) if many > few else 0.0
+    read_s = min(read_s, 0.5 * added_s)
+    per_context = read_s / prefix if prefix else 0.0
+    per_pair = (added_s - read_s) / (many * prefix) if prefix else 0.0
     per_pair = min(per_pair, 0.5 * long.seconds / long.pairs)
     # Seconds of each without its pairs.
     short_s, long_s = (max(0.0, t.seconds - per_pair * t.pairs) for t in (short, long))
     span = long.tokens - short.tokens
     per_token = max(0.0, (long_s - short_s) / span) if span > 0 else long_s / long.tokens
     per_token = min(per_token, long_s / long.tokens)
-    return max(0.0, long_s - per_token * long.tokens), per_token, per_pair
+    return max(0.0, long_s - per_token * long.tokens), per_token, per_pair, per_context
 
 
 def fit_decode(alone: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[float, float, float]:
@@ -197,21 +209,24 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     affordable = int(short.tokens * max(2.0, _LONG_SECONDS / max(short.seconds, 1e-9)))
     most = sizes.long if sizes.on_device else min(sizes.long, affordable)
     long = await timer.prefill(max(short.tokens, min(half, most)))
-    prefixed = await timer.prefill(long.tokens, min(room - long.tokens, sizes.prefix))
-    base, per_token, per_pair = fit_prefill(short, long, prefixed)
+    prefix = min(room - long.tokens, sizes.prefix)
+    many_behind = await timer.prefill(long.tokens, prefix)
+    few_behind = await timer.prefill(short.tokens, prefix, times=3)
+    base, per_token, per_pair, per_context = fit_prefill(short, long, few_behind, many_behind)
 
     shallow = min(16, room)
     alone = await timer.decode(1, shallow)
     many = await timer.decode(sizes.batch, shallow)
     deep = await timer.decode(sizes.batch, min(room, sizes.context))
-    decode_base, per_sequence, per_context = fit_decode(alone, many, deep)
+    decode_base, per_sequence, decode_per_context = fit_decode(alone, many, deep)
     return Speeds(
         prefill_base_s=base,
         prefill_per_token_s=per_token,
         prefill_per_pair_s=per_pair,
         decode_base_s=decode_base,
         decode_per_sequence_s=per_sequence,
-        decode_per_context_token_s=per_context,
+        decode_per_context_token_s=decode_per_context,
+        prefill_per_context_token_s=per_context,
     )
 
 
@@ -323,15 +338,16 @@ def fit_profile(times: Sequence[Time]) -> ProfileFit:
 def fit(rows: Sequence[Coefficients], seconds: Sequence[float]) -> Coefficients:
     """Return the non-negative coefficients with the least sum of squared *relative* errors.
 
-    Relative, because a profile is used for short steps as much as for long ones. With three coefficients all subsets of
-    non-zero coefficients can be tried.
+    Relative, because a profile is used for short steps as much as for long ones. With so few coefficients all subsets
+    of non-zero coefficients can be tried.
     """
     found: list[Coefficients] = []
-    for used in itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in (1, 2, 3)):
+    every = range(len(rows[0]))
+    for used in itertools.chain.from_iterable(itertools.combinations(every, size + 1) for size in every):
         solved = _least_squares([[row[i] / t for i in used] for row, t in zip(rows, seconds, strict=True)])
         if solved is not None and min(solved) >= 0.0:
             values = dict(zip(used, solved, strict=True))
-            found.append((values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0)))
+            found.append(tuple([values.get(i, 0.0) for i in every]))
     return min(found, key=lambda coefficients: _squared_errors(coefficients, rows, seconds))
 
 

@@ -49,10 +49,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What a graph computes: `rows` sequences with a token each, of up to `context` tokens."""
+    """What a graph computes: `rows` sequences with a token each, of up to `context` tokens; some may be `adapted`."""
 
     rows: int
     context: int
+    adapted: bool = False
 
 
 def next_size(values: Sequence[int], at_least: int) -> int | None:
@@ -76,17 +77,19 @@ class GraphCache:
         most_rows: sequences of the largest decode step.
         most_graphs: captured at most; where there would be more, every other number of rows is left out.
         most_bytes: most memory that all graphs hold together.
+        adapters: whether steps with LoRA adapters have graphs, too: those of others do not pay for adapters.
     """
 
     def __init__(
         self,
         longest: int,
         *,
+        adapters: bool = False,
         most_rows: int = MAX_GRAPH_ROWS,
         most_graphs: int = MAX_GRAPHS,
         most_bytes: int = MAX_GRAPH_BYTES,
     ) -> None:
-        self._contexts = contexts_up_to(longest)
+        self._contexts, self._kinds = contexts_up_to(longest), (False, True) if adapters else (False,)
         largest = next_size(_GRAPH_ROWS, most_rows) or MAX_GRAPH_ROWS
         self._rows = [rows for rows in _GRAPH_ROWS if rows <= largest]
         while len(self._rows) > 1 and len(self._rows) * len(self._contexts) > most_graphs:
@@ -101,17 +104,22 @@ class GraphCache:
     @property
     def shapes(self) -> list[GraphShape]:
         """Shapes to capture, in order: many rows first, since later graphs use earlier graphs' memory."""
-        return [GraphShape(rows, context) for context in self._contexts for rows in reversed(self._rows)]
+        sizes = [(rows, context) for context in self._contexts for rows in reversed(self._rows)]
+        return [GraphShape(*size, adapted) for adapted in self._kinds for size in sizes]
 
-    def shape(self, rows: int, context: int) -> GraphShape | None:
-        """Return the least captured shape that fits a step over `rows` sequences, the longest with `context` tokens."""
+    def shape(self, rows: int, context: int, *, adapted: bool = False) -> GraphShape | None:
+        """Return the least captured shape that fits a step over `rows` sequences, the longest with `context` tokens.
+
+        `adapted`: some have a LoRA adapter.
+        """
         found_rows, found_context = next_size(self._rows, rows), next_size(self._contexts, context)
         if found_rows is None or found_context is None:
             return None
-        shape = GraphShape(found_rows, found_context)
+        shape = GraphShape(found_rows, found_context, adapted)
         if shape in self._held:
             return shape
-        larger = (held for held in self._held if held.rows >= rows and held.context >= context)
+        same = (held for held in self._held if held.adapted == adapted)
+        larger = (held for held in same if held.rows >= rows and held.context >= context)
         return min(larger, key=lambda held: (held.context, held.rows), default=None)
 
     def captured(self, shape: GraphShape) -> None:
@@ -183,7 +191,8 @@ class DecodeGraphs:
         sequences = len(batch.context_lens)
         if step.gated or step.layer_events or batch.num_tokens != sequences:
             return None
-        return self._captures.shape(sequences, int(batch.context_lens.max()) + later)
+        adapted = batch.loras is not None
+        return self._captures.shape(sequences, int(batch.context_lens.max()) + later, adapted=adapted)
 
     @in_inference_mode
     def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
@@ -264,6 +273,10 @@ class DecodeGraphs:
         if shape not in self._inputs_of:
             table = (shape.rows, -(-shape.context // self._block_size))
             sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_ROW, (shape.rows,))
+            if self._model.picture_positions is not None:
+                sizes["rope_shifts"] = (shape.rows,)
+            if self._model.lora_slots is not None:
+                sizes["adapters"] = (shape.rows,)
             if self._memory.slot_of is not None:
                 sizes |= {"slot_ids": (shape.rows,), "slot_tables": table}
             # What has no table lies at the same place for all shapes: graphs of the head write there.
@@ -276,7 +289,9 @@ class DecodeGraphs:
         inputs, values, columns = self._inputs(shape), {}, 1
         if batch is not None:
             columns = batch.block_tables.shape[1]
-            values = {name: getattr(batch, name).numpy() for name in inputs.names if name != "live"}
+            given = {name: getattr(batch, name) for name in inputs.names if name not in ("live", "adapters")}
+            given["adapters"] = None if batch.loras is None else batch.loras.rows
+            values = {name: value.numpy() for name, value in given.items() if value is not None}
             values["live"] = np.ones(batch.num_tokens, np.int64)
         inputs.send(values, self._memory_of_inputs, (shape.rows, columns))
 
@@ -297,6 +312,10 @@ class DecodeGraphs:
             slot_ids=inputs.get("slot_ids", inputs["block_ids"]),
             most_context=shape.context,
         )
+        if (shifts := inputs.get("rope_shifts")) is not None:  # 0 but behind pictures
+            batch.rope_positions = batch.positions + shifts
+        if shape.adapted and self._model.lora_slots is not None:
+            batch.loras = self._model.lora_slots.of_rows(inputs["adapters"])
         model, memory = self._model, self._memory
         hidden = model.embed(batch.token_ids, batch.positions) if model.is_first else self._hidden[: shape.rows]
         begin, end = model.layer_begin, model.layer_end

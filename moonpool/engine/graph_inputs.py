@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moonpool.engine.kernels.to_device import ALIGNED
 
-_PADDING = {"block_ids": -1, "slot_ids": -1, "context_lens": 1}
+_PADDING = {"adapters": -1, "block_ids": -1, "slot_ids": -1, "context_lens": 1}
 """Values for rows without a sequence, 0 unless named: such rows read one pool slot and write none."""
 _INT32 = ("query_start", "context_lens", "block_tables", "slot_tables")
 """The other inputs are int64."""

@@ -14,8 +14,7 @@ from functools import partial
 from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.kv_gate import StepState
-from moonpool.engine.layer_run import LayerRun
-from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.layer_run import LayerRun, within_blocks
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
 from moonpool.engine.prompt_graphs import ChunkShape
@@ -61,7 +60,7 @@ class GraphRun(LayerRun):
         shape, graphs = self._decode_shape(run), self._stage.prompt_graphs
         if shape is not None or graphs is None:
             return shape
-        may_end = self._recurrent and run.step.gated and _within_blocks(run.packed)
+        may_end = self._recurrent and run.step.gated and within_blocks(run.packed)
         return None if may_end else graphs.shape(run.packed)
 
     def _decode_shape(self, run: StepRun, later: int = 0) -> GraphShape | None:
@@ -71,11 +70,11 @@ class GraphRun(LayerRun):
     def _captures(self, run: StepRun) -> bool:
         """Tell whether graphs have what a step computes.
 
-        They have no products of adapters, no rows of pictures, and no positions but the tokens' places.
+        They have no rows of pictures.
         """
         if self._recurrent and run.pending_masks is not None and not run.pending_masks.in_time():
             return False
-        return run.packed.loras is None and run.packed.rope_positions is None and not run.has_media
+        return not run.has_media
 
     def _steps_ahead(self, run: StepRun) -> StepsAhead | None:
         """Return what gives the run's steps to the device from now on; None: the host chooses the step's tokens."""
@@ -126,7 +125,8 @@ class GraphRun(LayerRun):
         if not isinstance(run.shape, GraphShape):
             return super()._compute(run)
         # Once begun, a graph goes through all layers.
-        if not self._decided(not self._stage.kv_gates.aborted(run.step.step_id))[0]:
+        aborted = self._stage.kv_gates.aborted(run.step.step_id) and not self._is_taken_in(run)
+        if not self._decided(not aborted)[0]:
             return False
         layers, memory = range(self._stage.model.layer_begin, self._stage.model.layer_end), self._stage.platform.memory
         for layer in layers:
@@ -161,8 +161,3 @@ class GraphRun(LayerRun):
             graphs.run(run.shape, layer)
         if last == self._stage.model.layer_end:
             run.hidden = graphs.states(run.packed.num_tokens)
-
-
-def _within_blocks(batch: PackedBatch) -> bool:
-    """Tell whether a sequence of a batch, on the host, begins within a block."""
-    return bool((batch.positions[batch.query_start[:-1].long()] % batch.block_size).any())

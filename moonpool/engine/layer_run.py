@@ -117,7 +117,7 @@ class LayerRun(RunMode):
         progress = self._stage.model.progress(run.batch.loras) if cpu and step.layer_events else None
         # Ranks do not go apart: each layer is computed by all of them, or by none.
         alone = cpu and self._stage.model.by_layers and self._stage.model.ranks is None
-        together = alone and (progress is not None or not step.layer_events)
+        together = alone and (progress is not None or not step.layer_events) and not self._is_taken_in(run)
         signals = self._stage.kv_gates.signals(step.step_id, gated=step.gated) if together else None
         if progress is None:
             return self._give_layers(run, signals, None)
@@ -150,9 +150,17 @@ class LayerRun(RunMode):
 
     def _may_compute(self, run: StepRun, gate: int) -> bool:
         """Wait for a layer's gate; return whether the step goes on. The first rank decides for the others."""
+        if self._is_taken_in(run):
+            return True
         step, gates = run.step, self._stage.kv_gates
         goes_on = not (self._first and step.gated) or gates.wait(step.step_id, gate, self._stage.gate_timeout_s)
         return self._decided(goes_on and not gates.aborted(step.step_id))[0]
+
+    def _is_taken_in(self, run: StepRun) -> bool:
+        """Tell whether the stages before have the step's tokens in recurrent states, and could not take them back."""
+        model = self._stage.model
+        later = not model.is_first and model.config.decoder.recurrent
+        return later and not run.step.gated and within_blocks(run.packed)
 
     def _with_rests(self, step: Step) -> tuple[Sequence[SequenceStep], Sequence[PictureRows]]:
         """Return the sequences whose rows are computed, and rows whose attention is that of whole pictures."""
@@ -211,3 +219,8 @@ class LayerRun(RunMode):
 
     def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
         self._stage.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))
+
+
+def within_blocks(batch: PackedBatch) -> bool:
+    """Tell whether a sequence of a batch, on the host, begins within a block."""
+    return bool((batch.positions[batch.query_start[:-1].long()] % batch.block_size).any())

@@ -114,7 +114,7 @@ class StageRunner(StageParts):
         try:
             lora = load_lora(
                 Path(order.folder), order.lora, self.model.whole, self.model.layers, self.model.layer_begin,
-                max_rank=self.max_lora_rank, ranks=self.model.ranks,
+                max_rank=self.max_lora_rank, ranks=self.model.ranks, slots=self.model.lora_slots,
             )  # fmt: skip
         except MoonpoolError as error:
             failure = WorkerFailed(error.message, type(error).__name__, getattr(error, "field", ""))
@@ -128,5 +128,7 @@ class StageRunner(StageParts):
 
     def drop_lora(self, order: DropLora) -> None:
         """Forget an adapter, and answer."""
-        self.loras.pop(order.lora, None)
+        lora = self.loras.pop(order.lora, None)
+        if lora is not None and self.model.lora_slots is not None:
+            self.model.lora_slots.give_back(lora.slot)
         self.emit(LoraAnswer(order.number, self.stage))

@@ -242,8 +242,10 @@ class ProcessEngine:
             listener: called for each layer that a stage has loaded, and for the start's progress.
 
         Raises:
-            MoonpoolError: What a stage could not do; Unavailable when one died.
+            MoonpoolError: What a stage could not do; Unavailable when one died or was stopped.
         """
+        if self._stopped is not None:
+            self._watch = asyncio.create_task(self._watch_workers(self._stopped), name="watch")
         if not self._spec.sized:  # only a stage's process sees how much room the device has beside the weights
             told = zip(self._workers, await self._of_all(StageRoom, listener), strict=True)
             by_stage = itertools.groupby(told, lambda both: both[0].stage)
@@ -294,7 +296,7 @@ class ProcessEngine:
                     listener.loading(worker.stage, message.layers, message.all_layers)
                 message = await worker.channel.receive()
         except ChannelClosed:
-            raise Unavailable(await self._death_of(worker)) from None
+            raise Unavailable(self._failed.result() if self._failed.done() else await self._death_of(worker)) from None
         if isinstance(message, WorkerFailed):
             raise error_of_worker(message, str(worker))
         return message
@@ -320,8 +322,6 @@ class ProcessEngine:
         for worker in self._workers:
             worker.serve(self.pool.parts[worker.stage])
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
-        if self._stopped is not None:
-            self._watch = asyncio.create_task(self._watch_workers(self._stopped), name="watch")
 
     async def _watch_workers(self, stopped: Callable[[Worker], bool]) -> None:
         """Fail the engine if a process stays stopped: others wait for it, and its channel stays open."""

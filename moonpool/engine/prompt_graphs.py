@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,16 +50,20 @@ log = logging.getLogger(__name__)
 class ChunkShape:
     """What a step's graphs compute: `tokens` of up to `sequences` sequences, of up to `context` tokens each.
 
+    Some sequences may be `adapted`, by LoRA adapters.
     There are more tokens than sequences: so captured work tells a prompt's batch from one with a row for each sequence.
     """
 
     tokens: int
     context: int
     sequences: int
+    adapted: bool = False
 
-    def fits(self, tokens: int, sequences: int, context: int) -> bool:
+    def fits(self, tokens: int, sequences: int, context: int, *, adapted: bool = False) -> bool:
         """Tell whether such a step can be padded to this shape."""
         padding = int(tokens < self.tokens)
+        if adapted != self.adapted:
+            return False
         return tokens <= self.tokens and sequences + padding <= self.sequences and context <= self.context
 
     def has_room(self, attention: Sequence[AttentionShape]) -> bool:
@@ -69,7 +73,7 @@ class ChunkShape:
 
 
 def prompt_shapes(
-    most_tokens: int, longest: int, layers: int, attention: Sequence[AttentionShape] = ()
+    most_tokens: int, longest: int, layers: int, attention: Sequence[AttentionShape] = (), *, adapters: bool = False
 ) -> list[ChunkShape]:
     """Return the shapes to capture, in order: large ones first, since later graphs use earlier graphs' memory.
 
@@ -78,12 +82,14 @@ def prompt_shapes(
         longest: tokens of the longest sequence.
         layers: graphs of each shape; where there would be too many graphs, every other number of tokens is left out.
         attention: the layers' on a GPU; where results of parts of the keys would be too large, there is no shape.
+        adapters: whether steps with LoRA adapters have shapes, too, behind all others.
     """
+    kinds = (False, True) if adapters else (False,)
     sizes = [tokens for tokens in _TOKENS if tokens <= most_tokens]
     while True:
         shapes = sorted((shape for shape in _shapes(sizes, longest) if shape.has_room(attention)), reverse=True)
-        if len(shapes) * layers <= MAX_LAYER_GRAPHS or len(sizes) <= 1:
-            return shapes
+        if len(shapes) * layers * len(kinds) <= MAX_LAYER_GRAPHS or len(sizes) <= 1:
+            return [replace(shape, adapted=adapted) for adapted in kinds for shape in shapes]
         sizes = sizes[::-2][::-1]  # the largest stays
 
 
@@ -118,7 +124,8 @@ class PromptGraphs:
         self._device, self._model, self._memory = device, model, memory
         self._layers = range(model.layer_begin, model.layer_end)
         attention = model.attention_shapes(memory.kv)
-        self._shapes = prompt_shapes(most_tokens, longest, len(self._layers), attention)
+        adapters = model.lora_slots is not None
+        self._shapes = prompt_shapes(most_tokens, longest, len(self._layers), attention, adapters=adapters)
         self._graphs: dict[ChunkShape, Sequence[CapturedGraph]] = {}
         self._inputs = {shape: self._inputs_of(shape) for shape in self._shapes}
         self._bytes_left, self._nbytes = most_bytes, 0  # of the last shape
@@ -137,7 +144,8 @@ class PromptGraphs:
     def shape(self, batch: PackedBatch) -> ChunkShape | None:
         """Return the least captured shape that fits a step's batch, on the host; None if its layers are launched."""
         step = batch.num_tokens, len(batch.context_lens), int(batch.context_lens.max())
-        return min((shape for shape in self._graphs if shape.fits(*step)), default=None)
+        adapted = batch.loras is not None
+        return min((shape for shape in self._graphs if shape.fits(*step, adapted=adapted)), default=None)
 
     @in_inference_mode
     def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
@@ -182,6 +190,10 @@ class PromptGraphs:
         sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_TOKEN, (shape.tokens,))
         if self._memory.slot_of is not None:
             sizes |= {"slot_ids": (shape.tokens,), "slot_tables": table}
+        if self._model.picture_positions is not None:
+            sizes["rope_positions"] = (shape.tokens,)
+        if shape.adapted:
+            sizes["adapters"] = (shape.tokens,)
         sizes |= {"query_start": (shape.sequences + 1,), "context_lens": (shape.sequences,), "block_tables": table}
         return GraphInputs(sizes)
 
@@ -191,7 +203,12 @@ class PromptGraphs:
         values = {}
         if batch is not None:
             tokens, sequences = batch.num_tokens, len(batch.context_lens)
-            values = {name: getattr(batch, name).numpy() for name in inputs.names}
+            given = {name: getattr(batch, name) for name in inputs.names if name != "adapters"}
+            if batch.loras is not None:
+                given["adapters"] = batch.loras.rows
+            if given.get("rope_positions", batch.positions) is None:
+                given["rope_positions"] = batch.positions
+            values = {name: value.numpy() for name, value in given.items()}
         starts = np.full(shape.sequences + 1, shape.tokens, np.int32)
         lengths = np.zeros(shape.sequences, np.int32)  # without rows a table is not looked at
         starts[0] = 0
@@ -220,11 +237,13 @@ class PromptGraphs:
 
     def _batch_of(self, shape: ChunkShape) -> PackedBatch:
         inputs: dict[str, Any] = self._inputs[shape].views(self._memory_of_inputs)
+        slots, adapters = self._model.lora_slots, inputs.pop("adapters", None)
         return PackedBatch(
             **({"slot_tables": inputs["block_tables"], "slot_ids": inputs["block_ids"]} | inputs),
             last_rows=inputs["query_start"][1:],
             block_size=self._memory.block_size,
             most_context=shape.context,
+            loras=None if slots is None or adapters is None else slots.of_rows(adapters),
         )
 
     def _capture(self, shape: ChunkShape) -> None:

@@ -130,7 +130,11 @@ class RunMode(ABC):
         """Give a step's batch the sequences' adapters, if there are any."""
         if any(sequence.lora for sequence in sequences):
             loras = [self._stage.loras[sequence.lora] if sequence.lora else None for sequence in sequences]
-            packed.loras = BatchLoras(loras, packed.query_start.tolist(), "cpu")
+            starts, slots = packed.query_start.tolist(), self._stage.model.lora_slots
+            if slots is None:
+                packed.loras = BatchLoras(loras, starts, "cpu")
+            else:
+                packed.loras = slots.of_sequences([-1 if lora is None else lora.slot for lora in loras], starts)
 
     def _cpu_share(self, run: StepRun, times: StepStart, steps: int = 1) -> float:
         """Return the fraction of the requested CPU time since a step began, and in the steps behind."""

@@ -103,6 +103,7 @@ class StageLoader:
         from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
         from moonpool.engine.footprint import decode_graph_rows, max_rows, max_sequence_tokens, prompt_graph_tokens
         from moonpool.engine.model_runner import StageRunner
+        from moonpool.engine.models.lora import lora_slots
         from moonpool.engine.prompt_graphs import PromptGraphs
         from moonpool.engine.warm_up import warm_up
 
@@ -114,13 +115,18 @@ class StageLoader:
         emit = self.channel.send if first else partial(_emit_as_further_rank, self.channel.send)
         runner = StageRunner(self.spec.stage, self.model, platform, self._links(), self.gates, emit, timeout_s, masks)
         runner.max_lora_rank = self.engine.max_lora_rank
+        if self.device is not None and self.engine.max_loras:
+            self.model.lora_slots = lora_slots(
+                self.model.whole, self.model.layers, self.spec.layer_begin,
+                count=self.engine.max_loras, max_rank=self.engine.max_lora_rank, ranks=self.ranks,
+            )  # fmt: skip
         if self.native is not None:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
         captures = self.device is not None and (self.ranks is None or self.ranks.captured)
         rows = decode_graph_rows(self.config, self.engine) if captures else 0
         if self.device is not None and rows:
-            cache = GraphCache(longest, most_rows=rows)
+            cache = GraphCache(longest, most_rows=rows, adapters=self.model.lora_slots is not None)
             runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
         most = prompt_graph_tokens(self.config, self.engine) if captures else 0
         if self.device is not None and most:

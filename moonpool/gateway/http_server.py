@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from moonpool.base.config import is_loopback, parse_address
 from moonpool.base.errors import ConfigError
+from moonpool.base.rpc.accept import accept, close_if_cancelled
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.gateway.certificates import ReloadedCertificate
 from moonpool.gateway.config import GatewayConfig
@@ -77,7 +78,9 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
         await server.up.wait()
         others = [group.create_task(_sweep_connections(server, config))]
         if https is not None:
-            others.append(group.create_task(_accept_https(server, listening, https.context, config.max_connections)))
+            accepting = _accept_https(server, listening, https.context, config.max_connections)
+            others.append(group.create_task(accepting))
+            close_if_cancelled(others[-1], listening)
         try:
             yield server, port
         finally:
@@ -109,7 +112,7 @@ async def _accept_https(server: HttpServer, listening: socket.socket, https: ssl
     try:
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listening)
+                accepted, _ = await accept(listening)
             except OSError as error:  # gone already, or no descriptor is left
                 log.warning("a connection cannot be accepted", reason=error.strerror or str(error))
                 await asyncio.sleep(ACCEPT_PAUSE_S)
@@ -119,10 +122,10 @@ async def _accept_https(server: HttpServer, listening: socket.socket, https: ssl
                 del shaking[oldest]
                 oldest.cancel()
             task = loop.create_task(shake(accepted))
+            close_if_cancelled(task, accepted)
             shaking[task] = None
             task.add_done_callback(lambda ended: shaking.pop(ended, None))
     finally:
-        listening.close()
         for task in list(shaking):
             task.cancel()
 

@@ -1313,6 +1313,7 @@ class SpeedReport(_message.Message):
     PEER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     ENCODE_PER_TOKEN_S_FIELD_NUMBER: _builtins.int
     ROWS_PER_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
     prefill_base_s: _builtins.float
     """Fixed seconds per prefill step."""
     prefill_per_token_s: _builtins.float
@@ -1339,6 +1340,8 @@ class SpeedReport(_message.Message):
     """Seconds per token of a picture that is encoded."""
     rows_per_token_s: _builtins.float
     """Seconds per token of a picture whose encoded rows are read from a kvstore."""
+    prefill_per_context_token_s: _builtins.float
+    """Seconds per chunk of a prompt in a prefill step, and token before the chunk."""
     def __init__(
         self,
         *,
@@ -1355,10 +1358,11 @@ class SpeedReport(_message.Message):
         peer_bytes_per_s: _builtins.float = ...,
         encode_per_token_s: _builtins.float = ...,
         rows_per_token_s: _builtins.float = ...,
+        prefill_per_context_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "encode_per_token_s", b"encode_per_token_s", "load_bytes_per_s", b"load_bytes_per_s", "peer_bytes_per_s", b"peer_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "rows_per_token_s", b"rows_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "encode_per_token_s", b"encode_per_token_s", "load_bytes_per_s", b"load_bytes_per_s", "peer_bytes_per_s", b"peer_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_context_token_s", b"prefill_per_context_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "rows_per_token_s", b"rows_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

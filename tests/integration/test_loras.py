@@ -59,20 +59,25 @@ def reference(checkpoint: Path, folder: Path) -> Reference:
     return found
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["stages1", "stages2"])
+STACKS = [
+    *(pytest.param((1, device), id=f"stages1, {device}", marks=pytest.mark.slow) for device in ("cpu", "staged:7")),
+    pytest.param((2, "cpu"), id="stages2"),
+]
+
+
+@pytest.fixture(scope="module", params=STACKS)
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     folder, config = tmp_path_factory.mktemp("loras"), load_config(checkpoint)
     create_lora(folder / "sql", config, 1)
     create_lora(folder / "chat", config, 2, ("k", "v", "gate", "output"), rank=4)
-    plan = replace(
-        small_plan(checkpoint, tmp_path_factory.mktemp("stack")), pipeline_parallel_size=request.param, http_port=0
-    )
+    stages, device = request.param
+    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), pipeline_parallel_size=stages, http_port=0)
     modules = ",".join(f"{name}={folder / name}" for name in NAMES[1:])
     plan = with_flags(plan, "conductor", "--lora-modules", modules, "--set", f"lora_folder={folder}")
     for kind in ("prefill", "decode"):
-        plan = with_flags(plan, kind, "--max-loras", "3")
+        plan = with_flags(plan, kind, "--max-loras", "3", "--device", device)
     plan = with_flags(plan, "decode", "--set", "preempt_every=9", "--set", "preemption=swap")
     references = {"": Reference(checkpoint)} | {name: reference(checkpoint, folder / name) for name in NAMES[1:]}
     with CheckedStack(plan, invariants="decode") as stack, Client(stack.address) as client:

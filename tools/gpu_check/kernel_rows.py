@@ -23,7 +23,7 @@ from moonpool.engine.kernels import ops, reference
 from moonpool.engine.kernels.attention import HeadNorms, copy_blocks, norm_rope_write, paged_attention, write_kv
 from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.plan import make_plan
-from moonpool.engine.kernels.sparse import ChosenKeys, chosen_attention
+from moonpool.engine.kernels.sparse import ChosenKeys, choose_keys, chosen_attention
 from moonpool.engine.sampling.sampler import Sampler
 
 WAYS = {
@@ -315,6 +315,32 @@ def chosen_rows(on: On, shape: Shape, rows: int, context: int, chosen: int) -> I
     call = partial(chosen_attention, q, kv, None, keys, shape.head_dim**-0.5, shape.value_dim, deterministic=False)
     name = f"GPU attention to {chosen} chosen keys of {context}, {shape}, {rows} rows"
     yield _beside_a_copy(on, name, places.numel() * shape.head_dim * kv.element_size(), call)
+    yield beside_reference(on, name, call, partial(in_torch, call))
+
+
+def choice_rows(
+    on: On, dtype: torch.dtype, heads: int, width: int, rows: int, context: int, chosen: int
+) -> Iterator[Row]:
+    """An indexer's choice, each row of its own sequence: the bytes of all keys beside a copy, and beside torch.
+
+    Numbers are small and whole: both choose the same keys.
+    """
+    device, size = on.device, 16
+    kv = torch.randint(-3, 4, (rows * context // size, 1, 1, size, width), device=device).to(dtype)
+    q = torch.randint(-3, 4, (rows, heads, width), device=device).to(dtype)
+    weights, starts = torch.ones((rows, heads), device=device), torch.arange(rows + 1, device=device).int()
+    tables = torch.arange(len(kv), device=device).int().view(rows, -1)
+    lists = tables, starts, torch.full((rows,), context, device=device).int()
+    plan = make_plan(kv, *lists)
+
+    def call() -> Tensor:
+        found = choose_keys(q, weights, kv, None, *lists, 0.25, chosen, plan=plan)
+        assert found is not None
+        return found.places
+
+    kind = str(dtype).removeprefix("torch.")
+    name = f"GPU choice of {chosen} keys of {context}, {kind}, {heads} heads of {width}, {rows} rows"
+    yield _beside_a_copy(on, name, kv.nbytes, call)
     yield beside_reference(on, name, call, partial(in_torch, call))
 
 

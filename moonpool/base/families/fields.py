@@ -20,8 +20,13 @@ MAX_COUNTS = {"num_hidden_layers": 1 << 12, "clip.vision.block_count": 1 << 12}
 
 MAX_SETTINGS_BYTES = 1 << 28
 """Largest file of a checkpoint that is read whole: settings, vocabularies, templates."""
-_READ_WHOLE = (".jinja", ".json", ".model", ".tiktoken", ".txt")
-_WEIGHTS = (".gguf", ".safetensors")
+_READ_WHOLE = frozenset({
+    "adapter_config.json", "added_tokens.json", "chat_template.json", "config.json", "generation_config.json",
+    "hf_quant_config.json", "model.safetensors.index.json", "modules.json", "preprocessor_config.json",
+    "processor_config.json", "special_tokens_map.json", "tiktoken.model", "tokenizer.json", "tokenizer_config.json",
+})  # fmt: skip
+"""Names of such files. A folder may have others, of any size: nothing reads those."""
+_TEMPLATES, _WEIGHTS = ".jinja", (".gguf", ".safetensors")
 
 
 def check_files(folder: Path) -> None:
@@ -34,7 +39,7 @@ def check_files(folder: Path) -> None:
     """
     with suppress(OSError):  # whoever reads the folder says what is wrong
         for path in chain(folder.iterdir(), folder.glob("*/*")):
-            if path.suffix in (*_READ_WHOLE, *_WEIGHTS):
+            if _is_read_whole(path) or path.suffix in _WEIGHTS:
                 check_file(path)
 
 
@@ -48,8 +53,12 @@ def check_file(path: Path) -> None:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise CheckpointError(f"{path}: is a pipe, a socket or a device, not a file")
-        if path.suffix in _READ_WHOLE and found.st_size > MAX_SETTINGS_BYTES:
+        if _is_read_whole(path) and found.st_size > MAX_SETTINGS_BYTES:
             raise CheckpointError(f"{path}: has {found.st_size} bytes, more than {MAX_SETTINGS_BYTES}")
+
+
+def _is_read_whole(path: Path) -> bool:
+    return path.name in _READ_WHOLE or path.suffix == _TEMPLATES
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ FALLBACK = "transformers' own modelling code"
 """Why torch computes the layers of an architecture that no family describes."""
 NATIVE_HEAD_DIM = 256
 """`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
-GPU_HEAD_DIM = 256
+GPU_HEAD_DIM = 512
 """`MAX_HEAD_DIM` of `moonpool.engine.kernels.triton`."""
 GPU_LATENT = 512, 128
 """`MAX_VALUE_DIM` and `MAX_REST` of `moonpool.engine.kernels.triton`."""

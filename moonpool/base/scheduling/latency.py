@@ -21,11 +21,11 @@ class Speeds:
     """One instance's speeds, measured or given by a profile; field for field the contract's `SpeedReport`.
 
     `moonpool.base.cluster.proto_conversion` translates. All times are seconds, all rates bytes per second. A rate of 0
-    means
-    "not measured"; then `DEFAULT_BYTES_PER_S` is assumed, and for `peer_bytes_per_s` the rate for loading from stores.
-    `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per
-    prompt and cached prefix token, `encode_per_token_s` per token of a picture that is encoded, `rows_per_token_s` per
-    token of a picture whose rows are read from a kvstore.
+    means "not measured"; then `DEFAULT_BYTES_PER_S` is assumed, and for `peer_bytes_per_s` the rate for loading from
+    stores. `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s`
+    per prompt and cached prefix token, `prefill_per_context_token_s` per chunk and token before the chunk, whose KV a
+    step reads whatever the chunk's length, `encode_per_token_s` per token of a picture that is encoded,
+    `rows_per_token_s` per token of a picture whose rows are read from a kvstore.
     """
 
     prefill_base_s: float = 0.0
@@ -41,6 +41,7 @@ class Speeds:
     peer_bytes_per_s: float = 0.0
     encode_per_token_s: float = 0.0
     rows_per_token_s: float = 0.0
+    prefill_per_context_token_s: float = 0.0
 
     def loading_from_peers(self) -> Speeds:
         """Return these speeds with the peers' read rate as the rate for loading, if that rate is known."""
@@ -65,6 +66,7 @@ class Speeds:
             self.peer_bytes_per_s,
             self.encode_per_token_s * factor,
             self.rows_per_token_s,
+            self.prefill_per_context_token_s * factor,
         )
 
     def slowed_decode(self, factor: float) -> Speeds:
@@ -88,12 +90,14 @@ def encoded_tokens(pictures: Sequence[tuple[int, int]], prefix_tokens: int) -> i
 
 
 class PrefillWork(NamedTuple):
-    """Work that a prompt still needs: steps, tokens, pairs (as in `attention_pairs`), prefix tokens."""
+    """Work that a prompt still needs: steps, tokens, pairs (as in `attention_pairs`), prefix tokens, context tokens."""
 
     steps: int
     new_tokens: int
     pairs: int
     prefix_tokens: int
+    context_tokens: int
+    """Of all steps together, as in `chunk_context`."""
 
 
 def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
@@ -101,9 +105,15 @@ def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
     return new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
 
 
+def chunk_context(new_tokens: int, prefix_tokens: int, chunks: int) -> int:
+    """Sum over equal chunks of the tokens before each, for `new_tokens` after `prefix_tokens`."""
+    return chunks * prefix_tokens + (chunks - 1) * new_tokens // 2
+
+
 def work_of(new_tokens: int, prefix_tokens: int, steps: int = 1) -> PrefillWork:
     """What computing `new_tokens` after `prefix_tokens` is."""
-    return PrefillWork(steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
+    pairs, context = attention_pairs(new_tokens, prefix_tokens), chunk_context(new_tokens, prefix_tokens, steps)
+    return PrefillWork(steps, new_tokens, pairs, prefix_tokens, context)
 
 
 def steps_of(tokens: int, max_num_batched_tokens: int) -> int:
@@ -122,35 +132,38 @@ def pipelined_step_tokens(
 ) -> int:
     """Return the tokens of each step of a prompt that finds a pipeline empty.
 
-    With n equal steps, `work` takes (n + stages - 1) / stages times as long as a step. More steps fill the pipeline,
-    and each costs the step's fixed seconds b. For all other seconds w that is least at n = sqrt((stages - 1) * w / b).
-    The fixed seconds make the prompts wait that come meanwhile. So a pipeline that is busy at times takes large steps.
+    All stages but one are idle for the length of the last step: more steps make that step shorter. Each further step
+    costs its fixed seconds and reads the KV before it once more: b seconds for a step in the prompt's middle. If the
+    last token takes l seconds by itself, n = sqrt((stages - 1) * tokens * l / b) equal steps are best.
+    What steps cost makes the prompts wait that come meanwhile. So a pipeline that is busy at times takes large steps.
 
     Args:
-        speeds: the pipeline's; without a measured b, steps are as large as possible.
+        speeds: the pipeline's; if steps cost nothing by these, steps are as large as possible.
         stages: of the pipeline; on a single stage, fewer steps are always better.
         work: the prompt's.
         most: tokens in a step at most; 0 = any number.
         block_size: steps end at blocks' borders.
         busy_share: share of its time that the pipeline has had work lately.
     """
-    tokens, fixed_s = work.new_tokens, speeds.prefill_base_s
+    tokens, prefix, context_s = work.new_tokens, work.prefix_tokens, speeds.prefill_per_context_token_s
+    step_s = speeds.prefill_base_s + context_s * (prefix + tokens / 2)
     most = most or tokens
-    if stages == 1 or busy_share > IDLE_SHARE or not fixed_s or tokens <= block_size:
+    if stages == 1 or busy_share > IDLE_SHARE or not step_s or tokens <= block_size:
         return most
-    growing_s = speeds.prefill_per_token_s * tokens + speeds.prefill_per_pair_s * work.pairs
-    ideal = int(sqrt((stages - 1) * growing_s / fixed_s))
+    token_s = speeds.prefill_per_token_s + speeds.prefill_per_pair_s * (prefix + tokens) - context_s
+    filling_s = (stages - 1) * tokens * max(token_s, 0.0)
+    ideal = max(1.0, sqrt(filling_s / step_s))
+    shorter = block_size * max(1, int(tokens / (ideal * block_size)))  # than the ideal step, by part of a block
 
     def seconds(size: int) -> float:
-        steps = steps_of(tokens, size)
-        return pipelined_seconds(growing_s + steps * fixed_s, steps=steps, stages=stages)
+        return steps_of(tokens, size) * step_s + filling_s * size / tokens
 
-    sizes = [-(-tokens // (block_size * steps)) * block_size for steps in (max(1, ideal), ideal + 1)]
-    return min(most, min(sizes, key=seconds))
+    counts = (int(ideal), int(ideal) + 1, steps_of(tokens, shorter))
+    return min(most, min([-(-tokens // (block_size * steps)) * block_size for steps in counts], key=seconds))
 
 
 def prefill_seconds(
-    speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1, begins: bool = True
+    speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1, chunks: int = 0, begins: bool = True
 ) -> float:
     """Predict the seconds for computing `new_tokens` after `prefix_tokens` tokens.
 
@@ -158,23 +171,31 @@ def prefill_seconds(
         speeds: the computing instance's speeds.
         new_tokens: tokens to compute; none take no time.
         prefix_tokens: tokens before `new_tokens`, with KV already in the pool.
-        steps: engine steps that the computation takes.
+        steps: engine steps whose fixed seconds count.
+        chunks: in which the tokens are computed; 0 = one in each step, and at least one.
         begins: the prompt begins here and the prefix was cached; False for a later chunk of the same prompt.
     """
     if new_tokens <= 0:
         return 0.0
     pairs = attention_pairs(new_tokens, prefix_tokens)
-    return work_seconds(speeds, steps, new_tokens, pairs, prefix_tokens, begins=begins)
+    context = chunk_context(new_tokens, prefix_tokens, chunks or steps or 1)
+    return work_seconds(speeds, steps, new_tokens, pairs, prefix_tokens, context, begins=begins)
 
 
 def work_seconds(
-    speeds: Speeds, steps: int, new_tokens: int, pairs: int, prefix_tokens: int, *, begins: bool = True
+    speeds: Speeds,
+    steps: int,
+    new_tokens: int,
+    pairs: int,
+    prefix_tokens: int,
+    context_tokens: int,
+    *,
+    begins: bool = True,
 ) -> float:
     """Predict the seconds for a `PrefillWork`; for callers that ask for the same work at several speeds."""
     once = speeds.prefill_per_prompt_s + speeds.prefill_per_cached_token_s * prefix_tokens if begins else 0.0
-    return once + (
-        steps * speeds.prefill_base_s + speeds.prefill_per_token_s * new_tokens + speeds.prefill_per_pair_s * pairs
-    )
+    growing = speeds.prefill_per_token_s * new_tokens + speeds.prefill_per_pair_s * pairs
+    return once + (steps * speeds.prefill_base_s + growing + speeds.prefill_per_context_token_s * context_tokens)
 
 
 def load_seconds(speeds: Speeds, nbytes: int) -> float:

@@ -47,7 +47,7 @@ class SpeedTracker:
         self._peer_rate = base.peer_bytes_per_s
         self._encode_s, self._rows_s = base.encode_per_token_s, base.rows_per_token_s
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
-        grows = base.prefill_per_token_s, base.prefill_per_pair_s
+        grows = base.prefill_per_token_s, base.prefill_per_pair_s, base.prefill_per_context_token_s
         self._prefill = Regression(
             (base.prefill_base_s, *grows, 1.0),
             (FIXED_SPREAD * chunk_s, *(OWN_SPREAD * rate for rate in grows), OWN_SPREAD),
@@ -55,10 +55,10 @@ class SpeedTracker:
             drift=PREFILL_DRIFT,
         )
         batch_s = decode_step_seconds(base, TYPICAL_BATCH, TYPICAL_CONTEXT)
-        grows = base.decode_per_sequence_s, base.decode_per_context_token_s
+        decode_grows = base.decode_per_sequence_s, base.decode_per_context_token_s
         self._decode = Regression(
-            (base.decode_base_s, *grows),
-            (FIXED_SPREAD * batch_s, *(OWN_SPREAD * rate for rate in grows)),
+            (base.decode_base_s, *decode_grows),
+            (FIXED_SPREAD * batch_s, *(OWN_SPREAD * rate for rate in decode_grows)),
             common=COMMON_SPREAD,
         )
         self._speeds: Speeds | None = base  # None: computed when they are asked for
@@ -66,7 +66,7 @@ class SpeedTracker:
     @property
     def speeds(self) -> Speeds:
         if self._speeds is None:
-            base_s, per_token_s, per_pair_s, once = self._prefill.coefficients
+            base_s, per_token_s, per_pair_s, context_s, once = self._prefill.coefficients
             step_s, per_sequence_s, per_context_token_s = self._decode.coefficients
             self._speeds = Speeds(
                 base_s,
@@ -82,6 +82,7 @@ class SpeedTracker:
                 self._peer_rate,
                 self._encode_s,
                 self._rows_s,
+                context_s,
             )
         return self._speeds
 
@@ -96,12 +97,14 @@ class SpeedTracker:
             known_s: part that something else in the step is predicted to take, seconds.
             share: core share that the engine had: growing parts took so much longer.
         """
-        base, tokens, pairs, once_s, share = self._base, 0, 0, 0.0, max(share, LEAST_CORE_SHARE)
+        base, tokens, pairs, context, once_s = self._base, 0, 0, 0, 0.0
+        share = max(share, LEAST_CORE_SHARE)
         for new, prefix, begins in chunks:
             tokens += new
             pairs += attention_pairs(new, prefix)
+            context += prefix
             once_s += base.prefill_per_prompt_s + base.prefill_per_cached_token_s * prefix if begins else 0.0
-        self._prefill.observe((1.0, tokens / share, pairs / share, once_s / share), seconds, known_s)
+        self._prefill.observe((1.0, tokens / share, pairs / share, context / share, once_s / share), seconds, known_s)
         self._speeds = None
 
     def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:

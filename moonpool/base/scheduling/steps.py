@@ -122,7 +122,11 @@ class Step:
     layer, all parts' KV is written before any part attends. So guessed next tokens are checked.
     """
     gated: bool = False
-    """Before each layer, wait until the layer's gate is open: then every sequence's prefix has this layer."""
+    """Before each layer, wait until the layer's gate is open: then every sequence's prefix has this layer.
+
+    With recurrent layers in several stages, all sequences of a gated step begin at borders of blocks: the step may be
+    given up in a later stage, and the stages before would not take back a state within a block.
+    """
     layer_events: bool = False
     """Send `LayerDone` after each layer."""
     copies: tuple[tuple[int, int], ...] = ()

@@ -1,15 +1,14 @@
-"""Helpers for asyncio: deadlines, events, waiter queues, steps, accepted sockets, and work handed to threads."""
+"""Helpers for asyncio: deadlines, events, waiter queues, steps, and work handed to threads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 
 async def wait_within(seconds: float, event: asyncio.Event) -> bool:
@@ -228,33 +227,6 @@ class WaiterQueue(Generic[Wanted, Result]):
             queue.pop(future, None)
             if not queue:
                 del self._queues[priority]
-
-
-async def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
-    """As the loop's `sock_accept`; a connection that has come when the caller is cancelled is closed.
-
-    `sock_accept` would leave it open, and nobody would have it.
-    """
-    loop = asyncio.get_running_loop()
-    accepting = loop.create_task(loop.sock_accept(listener))
-    try:
-        return await asyncio.shield(accepting)
-    except asyncio.CancelledError:
-        with contextlib.suppress(ValueError):  # the listener is closed
-            loop.remove_reader(listener)
-        loop.call_soon(accepting.cancel)  # behind the turn in which the task gets what has come
-        accepting.add_done_callback(_close_accepted)
-        raise
-
-
-def _close_accepted(accepting: asyncio.Task[tuple[socket.socket, Any]]) -> None:
-    if not accepting.cancelled() and accepting.exception() is None:
-        accepting.result()[0].close()
-
-
-def close_if_cancelled(task: asyncio.Task[None], sock: socket.socket) -> None:
-    """Close the socket of a task that is cancelled; the task itself cannot, if it has not begun."""
-    task.add_done_callback(lambda ended: sock.close() if ended.cancelled() else None)
 
 
 class ThreadOffload(NamedTuple):

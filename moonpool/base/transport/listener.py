@@ -15,9 +15,9 @@ from typing import Any
 from moonpool.base import world
 from moonpool.base.config import ServiceConfig
 from moonpool.base.errors import MoonpoolError, PermissionDenied, StreamBroken
+from moonpool.base.rpc.accept import accept, close_if_cancelled
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
-from moonpool.base.transport.async_utils import accept, close_if_cancelled
 from moonpool.base.transport.base import (
     ConnectionEnd,
     ListenOptions,

@@ -69,18 +69,23 @@ class PrefillLatencyModel:
         # Asked some twenty times for each request: what is short stands here in full, and constructors are passed by.
         base_s, token_s, pair_s = speeds.prefill_base_s, speeds.prefill_per_token_s, speeds.prefill_per_pair_s
         prompt_s, cached_s = speeds.prefill_per_prompt_s, speeds.prefill_per_cached_token_s
-        steps, new, pairs, prefix = local
-        compute_s = (prompt_s + cached_s * prefix) + (steps * base_s + token_s * new + pair_s * pairs)
+        context_s = speeds.prefill_per_context_token_s
+        steps, new, pairs, prefix, context = local
+        compute_s = (prompt_s + cached_s * prefix) + (
+            steps * base_s + (token_s * new + pair_s * pairs) + context_s * context
+        )
         least_s = compute_s = compute_s + self._encode_s(speeds, prefix)
         best, shape, threshold = None, self._shape, self._threshold
         least_blocks = threshold * local_blocks if threshold > 1.0 else local_blocks
         rate_here = speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
         peer_rate_here = speeds.peer_bytes_per_s or rate_here
         for load in self._loads.get(max_num_batched_tokens) or self._loadable(max_num_batched_tokens) if loads else ():
-            source, blocks, (steps, new, pairs, longer) = load
+            source, blocks, (steps, new, pairs, longer, context) = load
             if blocks <= least_blocks:
                 continue
-            rest_s = (prompt_s + cached_s * longer) + (steps * base_s + token_s * new + pair_s * pairs)
+            rest_s = (prompt_s + cached_s * longer) + (
+                steps * base_s + (token_s * new + pair_s * pairs) + context_s * context
+            )
             rest_s += self._encode_s(speeds, longer)
             if rest_s >= least_s:
                 continue  # a load takes at least the work after its prefix

@@ -27,7 +27,7 @@ SLOT_BYTES = 8
 KV_DTYPE = "float16"
 _SUFFIX = ".yaml"
 _PREFILL = ("base_s", "per_token_s", "per_pair_s")
-_PROMPT = ("per_prompt_s", "per_cached_token_s")
+_OPTIONAL = ("per_prompt_s", "per_cached_token_s", "per_context_token_s")
 _DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 _FOLDER = Path(__file__).resolve().parent / "profiles"
 
@@ -108,7 +108,7 @@ class Profile:
         memory = top.section("memory", required=False)
         speeds = Speeds(
             **{f"prefill_{name}": prefill.number(name) for name in _PREFILL},
-            **{f"prefill_{name}": prefill.number(name, 0.0) for name in _PROMPT},
+            **{f"prefill_{name}": prefill.number(name, 0.0) for name in _OPTIONAL},
             **{f"decode_{name}": decode.number(name) for name in _DECODE},
             load_bytes_per_s=rates.number("load_bytes_per_s", 0.0),
             transfer_bytes_per_s=rates.number("transfer_bytes_per_s", 0.0),
@@ -238,7 +238,7 @@ class EmulatedCompute:
         speeds, faster = self.profile.speeds, 1.0 / self.time_scale
         rate = self.time_scale * self.profile.kv_scale
         return Speeds(
-            **{f"prefill_{name}": getattr(speeds, f"prefill_{name}") * faster for name in (*_PREFILL, *_PROMPT)},
+            **{f"prefill_{name}": getattr(speeds, f"prefill_{name}") * faster for name in (*_PREFILL, *_OPTIONAL)},
             **{f"decode_{name}": getattr(speeds, f"decode_{name}") * faster for name in _DECODE},
             load_bytes_per_s=speeds.load_bytes_per_s * rate,
             transfer_bytes_per_s=speeds.transfer_bytes_per_s * rate,

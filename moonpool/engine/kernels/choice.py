@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Operations of Triton that `moonpool.engine.kernels.self_check` found to be wrong on this process's device.
 REPLACED: set[str] = set()
 #: Those whose implementation in plain torch reads the host, so that CUDA graphs cannot have them.
-READS_HOST = frozenset({"attention", "expert_linear", "norm_rope_write", "recurrent", "write_kv"})
+READS_HOST = frozenset({"attention", "choose_keys", "expert_linear", "norm_rope_write", "recurrent", "write_kv"})
 #: Operations whose implementation in plain torch is for CPUs only.
 _TORCH_ON_CPU_ONLY = frozenset({"attention"})
 

@@ -18,6 +18,7 @@ the result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -31,8 +32,8 @@ from moonpool.engine.kernels.kind import PLAIN, AttentionKind, HeadNorms, first_
 QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-_GATHERED_BYTES = 32 << 20
-"""Keys of some rows that `chosen_attention` holds at a time."""
+_AT_A_TIME = 1 << 24
+"""Numbers of keys, or scores, that attention holds at a time: those of some heads, or of some rows."""
 
 
 def decode_attention(
@@ -66,32 +67,56 @@ def prefill_attention(
     Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
     context_lens[s] - n + i and sees the keys up to that position. A sequence may have no rows.
     """
-    kv_heads, head_dim = kv.shape[1], kv.shape[4]
-    precision = _precision(q)
+    _, kv_heads, planes, block_size, head_dim = kv.shape
+    group, precision = q.shape[1] // kv_heads, _precision(q)
     starts, lengths = query_start.tolist(), context_lens.tolist()
     for s, context in enumerate(lengths):
         begin, end = starts[s], starts[s + 1]
         if begin == end:
             continue
-        used = block_tables[s, : -(-context // kv.shape[3])].long()
-        blocks = dequantize(kv[used], None if scales is None else scales[used], precision)
-        planes = blocks.permute(2, 1, 0, 3, 4).reshape(kv.shape[2], kv_heads, -1, head_dim)[:, :, :context]
-        keys, values = planes.expand(2, -1, -1, -1).repeat_interleave(q.shape[1] // kv_heads, dim=1)  # [heads, ...]
-        values = values[..., : out.shape[2]]
-        scores = torch.matmul(q[begin:end].transpose(0, 1).to(precision), keys.transpose(1, 2)) * scale
-        key_position = torch.arange(context, device=q.device)
-        query_position = torch.arange(context - (end - begin), context, device=q.device)
-        hidden = key_position[None, :] > query_position[:, None]  # [rows, context]
-        if kind.window is not None:
-            hidden |= key_position[None, :] < first_seen(query_position[:, None], kind.window, chunked=kind.chunked)
-        if kind.soft_cap is not None:
-            scores = torch.tanh(scores / kind.soft_cap) * kind.soft_cap
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if kind.sinks is not None:
-            sinks = kind.sinks.to(precision)[:, None, None].expand(-1, end - begin, 1)
-            scores = torch.cat((scores, sinks), dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :context]
-        out[begin:end] = torch.matmul(weights, values).transpose(0, 1).to(q.dtype)
+        used = block_tables[s, : -(-context // block_size)].long()
+        of_head = max(context, 1) * head_dim * planes
+        for part in _slices(0, kv_heads, _AT_A_TIME // of_head):
+            stored = kv[used, part]  # [blocks, kv_heads of the part, planes, block_size, D]
+            stored = dequantize(stored, None if scales is None else scales[used, part], precision)
+            both = stored.permute(2, 1, 0, 3, 4).reshape(planes, -1, len(used) * block_size, head_dim)[:, :, :context]
+            keys, values = both[0], both[-1, ..., : out.shape[2]]
+            heads = slice(part.start * group, part.stop * group)
+            for rows in _slices(begin, end, _AT_A_TIME // (max(context, 1) * group * len(keys))):
+                scores = _scores(q[rows, heads].to(precision), keys, scale)  # [heads, rows, context]
+                query_position = torch.arange(rows.start, rows.stop, device=q.device) + (context - end)
+                weights = _seen(scores, query_position, kind, heads)
+                found = torch.matmul(weights.view(len(keys), -1, context), values)
+                out[rows, heads] = found.view(*scores.shape[:2], -1).transpose(0, 1).to(q.dtype)
+
+
+def _slices(begin: int, end: int, each: int) -> Iterator[slice]:
+    """Return `begin` up to `end` in parts of `each`, at least 1."""
+    each = max(each, 1)
+    return (slice(first, min(first + each, end)) for first in range(begin, end, each))
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return q k^T * scale, [heads, rows, context], of `q` [rows, heads, D] and `keys` [kv_heads, context, D]."""
+    rows, heads, head_dim = q.shape
+    by_head = q.transpose(0, 1).reshape(len(keys), -1, head_dim)
+    return torch.matmul(by_head, keys.transpose(1, 2)).view(heads, rows, -1) * scale
+
+
+def _seen(scores: Tensor, query_position: Tensor, kind: AttentionKind, heads: slice) -> Tensor:
+    """Return how much of each key the rows of these heads see, [heads, rows, context]."""
+    context = scores.shape[2]
+    key_position = torch.arange(context, device=scores.device)
+    hidden = key_position[None, :] > query_position[:, None]  # [rows, context]
+    if kind.window is not None:
+        hidden |= key_position[None, :] < first_seen(query_position[:, None], kind.window, chunked=kind.chunked)
+    if kind.soft_cap is not None:
+        scores = torch.tanh(scores / kind.soft_cap) * kind.soft_cap
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if kind.sinks is not None:
+        sinks = kind.sinks[heads].to(scores)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :context].contiguous()
 
 
 def chosen_attention(
@@ -107,8 +132,7 @@ def chosen_attention(
 ) -> None:
     """Write softmax(q k^T * scale) v for rows that see keys anywhere in the pool. Deterministic: each row alone."""
     size, most = kv.shape[3], places.shape[1]
-    each = 1 if deterministic else max(1, _GATHERED_BYTES // (most * kv.shape[4] * 4))
-    for part in (slice(first, first + each) for first in range(0, len(q), each)):
+    for part in _slices(0, len(q), 1 if deterministic else _AT_A_TIME // (most * max(kv.shape[4], q.shape[1]))):
         tokens = places[part].long()
         unused = torch.arange(most, device=q.device) >= numbers[part, None]
         tokens = torch.where(unused, tokens[:, :1], tokens)  # another place may hold what is no number
@@ -117,6 +141,47 @@ def chosen_attention(
         scores = torch.bmm(q[part].float(), keys.transpose(1, 2)).mul_(scale)
         seen = torch.softmax(scores.masked_fill_(unused[:, None], -torch.inf), dim=-1)
         out[part] = torch.bmm(seen, keys[..., : out.shape[2]]).to(q.dtype)
+
+
+def choose_keys(
+    q: Tensor,  # [T, heads, D]
+    weights: Tensor,  # [T, heads] float32
+    kv: Tensor,  # one plane
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    query_start: Tensor,  # [S + 1] int32, from 0 to T
+    context_lens: Tensor,  # [S] int32
+    scale: float,
+    longest: int,
+    places: Tensor,  # [T, topk] int32
+    numbers: Tensor,  # [T] int32
+) -> None:
+    """Write where in the pool the keys are that each row sees, in rising order of tokens, then 0; and how many.
+
+    Of the keys up to a row's own those with the highest sums of weights[h] * relu(q[h] k * scale) over the heads h, as
+    many as `places` has room for; of equal sums the earlier ones. No sequence has more than `longest` tokens.
+    """
+    del longest
+    size, topk = kv.shape[3], places.shape[1]
+    starts = query_start.tolist()
+    for s, context in enumerate(context_lens.tolist()):
+        begin, end = starts[s], starts[s + 1]
+        table, tokens = block_tables[s].long(), torch.arange(context, device=q.device)
+        at = (table[tokens // size], 0, 0, tokens % size)
+        keys = dequantize(kv[at], None if scales is None else scales[at], torch.float32)[None]
+        for rows in _slices(begin, end, _AT_A_TIME // (max(context, 1) * q.shape[1])):
+            scores = _scores(q[rows].float(), keys, scale).relu_()
+            sums = torch.bmm(weights[rows, None], scores.transpose(0, 1))[:, 0] + 0.0  # no zero below another
+            numbers[rows] = torch.arange(rows.start + 1, rows.stop + 1, device=q.device) + (context - end)
+            sums.masked_fill_(tokens >= numbers[rows, None], -torch.inf)
+            best = sums.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+            numbers[rows].clamp_(max=topk)
+            # Keys that a row does not see come last, also in the order of tokens.
+            best = best.sort(dim=1).values
+            found = (at[0] * size + at[3])[best]
+            places[rows] = 0
+            unused = torch.arange(best.shape[1], device=q.device) >= numbers[rows, None]
+            places[rows, : best.shape[1]] = found.masked_fill(unused, 0).int()
 
 
 def write_kv(

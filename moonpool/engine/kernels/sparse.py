@@ -73,7 +73,7 @@ def choose_keys(
         plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic)
     if plan.max_context <= topk:
         return None
-    if choose("attention", q.device, q.dtype) != "triton":
+    if choose("choose_keys", q.device, q.dtype) != "triton":
         return _by_torch(q, weights, kv, scales, block_tables, plan, scale, topk)
     places = torch.empty((len(q), topk), dtype=torch.int32, device=q.device)
     numbers = torch.empty(len(q), dtype=torch.int32, device=q.device)

@@ -206,7 +206,7 @@ class PackedBatch:
 
 
 class BatchLoras:
-    """The LoRA adapters of a batch's rows.
+    """The LoRA adapters of a batch's rows; on a device by slots, `moonpool.engine.models.lora_slots.SlotLoras`.
 
     Attributes:
         adapted: each adapter, a `moonpool.engine.models.lora.StageLora`, with its rows [n] int64; None: all rows.
@@ -214,6 +214,9 @@ class BatchLoras:
         layers: by index in the model, what the adapters make of a layer's weights.
         native: what native layers take, by the first of them (`moonpool.engine.models.native_step`).
     """
+
+    rows: Tensor | None = None
+    """Of adapters in slots: each row's slot, [T] int64; -1: no adapter."""
 
     def __init__(self, of: Sequence[Any], query_start: Sequence[int], device: torch.device | str) -> None:
         """Make the adapters of a batch on `device`.

@@ -1,6 +1,7 @@
 """LoRA adapters on a stage's products: outputs += up(down(inputs)), each row of a batch by its own adapter or none.
 
-The base product stays as the stage holds it, packed, native or in torch. Adapters of projections that are one product
+The base product stays as the stage holds it, packed, native or in torch. On a device adapters have slots
+(`moonpool.engine.models.lora_slots`). Adapters of projections that are one product
 are one pair of matrices: `down` has their ranks one below the other, `up` their outputs, with the scale multiplied in.
 Every row is computed alone, so that its bits do not depend on other rows where the base product's do not.
 """
@@ -27,6 +28,7 @@ from moonpool.base.families import FAMILIES
 from moonpool.base.families.wrapped import wrapped_names
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.models.batch import BatchLoras
+from moonpool.engine.models.lora_slots import LoraSlots, SlotLoras
 from moonpool.engine.models.shards import slots_of_rank
 from moonpool.engine.models.tensors import Slots, Stored, layer_tensors, outer_tensors, projections
 from moonpool.engine.models.weights import LayerWeights
@@ -59,17 +61,19 @@ class LowRankPair:
 
 @dataclass(frozen=True, slots=True)
 class StageLora:
-    """One adapter's part of a stage: additions by layer of the model, and by place in `LayerWeights`."""
+    """One adapter's part of a stage: additions by layer of the model, and by place in `LayerWeights`; or a slot."""
 
     id: bytes
     layers: Mapping[int, Mapping[str, LowRankPair]]
+    slot: int = -1
+    slot_bytes: int = 0
     native: dict[int, Any] = field(default_factory=dict, compare=False)
     """What native layers take, by the first of them (`moonpool.engine.models.native_step`)."""
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
-        return sum(part.nbytes for places in self.layers.values() for part in places.values())
+        return self.slot_bytes + sum(part.nbytes for places in self.layers.values() for part in places.values())
 
 
 class LoraLinear(Linear):
@@ -117,9 +121,18 @@ def _add(result: Tensor, rows: Tensor | None, addition: Tensor) -> None:
 def with_loras(loras: BatchLoras, index: int, weights: LayerWeights) -> LayerWeights:
     """Return layer `index` of the model, which has `weights`, with the additions of a batch's rows."""
     if index not in loras.layers:
-        loras.layers[index] = _with_additions(loras, index, weights)
+        changed = _in_slots(loras, index, weights) if isinstance(loras, SlotLoras) else None
+        loras.layers[index] = changed or _with_additions(loras, index, weights)
     found: LayerWeights = loras.layers[index]
     return found
+
+
+def _in_slots(loras: SlotLoras, index: int, weights: LayerWeights) -> LayerWeights:
+    made: Any = weights
+    for place in loras.places(index):
+        made = _replaced(made, place.split("."), partial(loras.linear, index, place))
+    result: LayerWeights = made
+    return result
 
 
 def _with_additions(loras: BatchLoras, index: int, weights: LayerWeights) -> LayerWeights:
@@ -154,16 +167,18 @@ def load_lora(
     *,
     max_rank: int,
     ranks: Ranks | None = None,
+    slots: LoraSlots | None = None,
 ) -> StageLora:
     """Return the part of the adapter in `folder` for `layers`, the model's from `layer_begin` on.
 
-    With `ranks`, `config` is the whole model's, and `layers` are this rank's.
+    With `ranks`, `config` is the whole model's, and `layers` are this rank's. With `slots`, the adapter is in one.
 
     Raises:
         CheckpointError: a file is missing or damaged, a tensor does not fit the model, or the content is not that of
             the id `wanted`.
         UnsupportedModel: the adapter changes something that takes no addition, or has a larger rank than `max_rank`;
             names setting, tensor or module.
+        Unavailable: no slot is free.
     """
     if config.decoder.other:
         raise UnsupportedModel("lora", f"not for {config.architecture}, which transformers' own code computes")
@@ -182,19 +197,61 @@ def load_lora(
     places = lora_places(config, lora)
     first = layers[0].product
     parts = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
-    arena, found = WeightArena(), dict[int, dict[str, LowRankPair]]()
+    arena, pairs = WeightArena(), dict[tuple[int, str], tuple[Tensor, Tensor]]()
+    reader, found = _PairReader(lora.modules, parts, first.dtype), dict[int, dict[str, LowRankPair]]()
     with torch.inference_mode():
         for index, weights in enumerate(layers, layer_begin):
-            slots = _slots(config, index)
-            if ranks is not None:
-                slots = slots_of_rank(slots, config.decoder.every[index], ranks.rank, ranks.ranks)
-            for place, names in projections(weights.spec, slots).items():
-                placed = [(slots[f"{name}.weight"], places.get((index, name))) for name in names.split()]
+            for place, stored in _stored(config, index, weights, ranks).items():
+                placed = [(part, places.get((index, name))) for name, part in stored.items()]
                 if any(module is not None for _, module in placed):
-                    reader = _PairReader(lora.modules, parts, first.dtype, first.device, arena)
-                    base: Linear = attrgetter(place)(weights)
-                    found.setdefault(index, {})[place] = reader.pair(placed, gated=base.gated)
-    return StageLora(lora.id, found)
+                    pairs[index, place] = down, up = reader.pair(placed)
+                    if slots is None:
+                        base: Linear = attrgetter(place)(weights)
+                        pair = LowRankPair(Linear(down, arena=arena), Linear(up, gated=base.gated, arena=arena))
+                        found.setdefault(index, {})[place] = pair
+                        del pairs[index, place]
+        return StageLora(lora.id, found) if slots is None else _put(lora.id, pairs, slots)
+
+
+def _put(lora: bytes, pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]], slots: LoraSlots) -> StageLora:
+    slot = slots.take()
+    try:
+        slots.put(slot, pairs)
+    except BaseException:
+        slots.give_back(slot)
+        raise
+    return StageLora(lora, {}, slot, slots.slot_bytes)
+
+
+def lora_slots(
+    config: ModelConfig,
+    layers: Sequence[LayerWeights],
+    layer_begin: int,
+    *,
+    count: int,
+    max_rank: int,
+    ranks: Ranks | None = None,
+) -> LoraSlots:
+    """Return memory for `count` adapters of a stage on a device; the others as for `load_lora`."""
+    places = [
+        {place: len(stored) for place, stored in _stored(config, index, weights, ranks).items()}
+        for index, weights in enumerate(layers, layer_begin)
+    ]
+    with torch.inference_mode():
+        return LoraSlots(layers, layer_begin, places, count=count, max_rank=max_rank, filled=_RANKS)
+
+
+def _stored(
+    config: ModelConfig, index: int, weights: LayerWeights, ranks: Ranks | None
+) -> dict[str, dict[str, Stored]]:
+    """Return the tensors of each product of a layer that takes additions, by place and slot."""
+    slots = _slots(config, index)
+    if ranks is not None:
+        slots = slots_of_rank(slots, config.decoder.every[index], ranks.rank, ranks.ranks)
+    return {
+        place: {name: slots[f"{name}.weight"] for name in names.split()}
+        for place, names in projections(weights.spec, slots).items()
+    }
 
 
 def lora_places(config: ModelConfig, lora: LoraAdapter) -> dict[tuple[int, str], str]:
@@ -250,11 +307,15 @@ class _PairReader:
     modules: Mapping[str, LoraModule]
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
-    device: torch.device
-    arena: WeightArena
 
-    def pair(self, parts: Sequence[tuple[Stored, str | None]], *, gated: bool) -> LowRankPair:
-        """Return the addition to a product of projections, each with its adapted module, if there is one."""
+    def pair(self, parts: Sequence[tuple[Stored, str | None]]) -> tuple[Tensor, Tensor]:
+        """Return the addition to a product of projections, each with its adapted module, if there is one.
+
+        These are `down` [ranks, inputs] and `up` [outputs, ranks].
+
+        Raises:
+            CheckpointError: a tensor is missing, or a number is not finite: rows of other adapters would not be, too.
+        """
         modules = dict.fromkeys(name for _, name in parts if name is not None)
         at, ranks = dict[str, int](), 0
         for name in modules:
@@ -274,7 +335,10 @@ class _PairReader:
                 rows = rows if arrange is None else arrange(rows)
                 up[row : row + count, at[module] : at[module] + self.modules[module].rank] = rows
             row += count
-        return LowRankPair(self._linear(down), self._linear(up, gated=gated))
+        down, up = down.to(self.dtype), up.to(self.dtype)
+        if not (down.isfinite().all() and up.isfinite().all()):
+            raise CheckpointError(f"{WEIGHTS}: {', '.join(modules)} has numbers that are not finite in {self.dtype}")
+        return down, up
 
     def _inputs(self, modules: Mapping[str, None]) -> int:
         return self.modules[next(iter(modules))].inputs
@@ -284,7 +348,3 @@ class _PairReader:
             if (found := self.tensors.get(f"{name}.lora_{part}{ending}.weight")) is not None:
                 return found.float()
         raise CheckpointError(f"{WEIGHTS}: {name}.lora_{part}.weight is missing")
-
-    def _linear(self, matrix: Tensor, *, gated: bool = False) -> Linear:
-        # Two copies: the second, to a device, is then over when the call is.
-        return Linear(matrix.to(self.dtype).to(self.device), gated=gated, arena=self.arena)

@@ -66,7 +66,9 @@ class NativeLayers:
 
     def takes(self, loras: BatchLoras | None) -> bool:
         """Tell whether a batch's adapters change these layers only where native code adds."""
-        return loras is None or all(self._adapter(lora) is not None for lora, _ in loras.adapted)
+        if loras is None or loras.rows is not None:
+            return loras is None
+        return all(self._adapter(lora) is not None for lora, _ in loras.adapted)
 
     def _adapter(self, lora: StageLora) -> ctypes.Array[structures.LowRank] | None:
         """Return an adapter's part of these layers, [layers, places]; None: there are other places."""

@@ -34,6 +34,7 @@ from moonpool.engine.models.experts import DenseAndExperts
 from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
+from moonpool.engine.models.lora_slots import LoraSlots
 from moonpool.engine.models.native_loop import NativeLoop, RunInputs, make_native_run
 from moonpool.engine.models.native_step import NativeLayers, Progress, StepInputs, StepSignals, native_layers
 from moonpool.engine.models.pictures import PictureEncoder, PicturePositions
@@ -78,6 +79,8 @@ class StageModel:
     pictures: PictureEncoder | None = None
     """Of the first stage; None: prompts have no pictures."""
     picture_positions: PicturePositions | None = None
+    lora_slots: LoraSlots | None = None
+    """Memory for LoRA adapters on a device; None: the device has none, or adapters lie anywhere."""
 
     def __init__(
         self,

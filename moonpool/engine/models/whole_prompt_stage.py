@@ -39,7 +39,8 @@ class WholePromptStage(StageModel):
     def __init__(
         self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device, *, has_types: bool
     ) -> None:
-        self.config = config
+        self.config = self.whole = config
+        self.ranks = None
         self.layer_begin, self.layer_end = 0, config.num_layers
         self.layers = []  # transformers has them
         self.head = None

@@ -51,7 +51,7 @@ class StageLink:
         host, port = (writer.get_extra_info("peername") or ("?", 0))[:2]  # none if the other end is gone already
         self.peer = format_address(host, port)
         self.sent_bytes = self.received_bytes = 0
-        self._reason = ""
+        self._reason = self._last = ""  # why the connection has ended, or ends once all is sent
         self._heard = True
         self._watch: asyncio.Task[None] | None = None
         self._incoming = self._outgoing = Schema(())
@@ -79,7 +79,9 @@ class StageLink:
             sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
         reader = asyncio.StreamReader(_READ_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
-        secure: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": limit_s}
+        secure: dict[str, Any] = {} if tls is None else {
+            "ssl": tls, "ssl_handshake_timeout": limit_s, "ssl_shutdown_timeout": SILENCE_S,
+        }  # fmt: skip
         if server:
             transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, **secure)
         else:
@@ -112,7 +114,7 @@ class StageLink:
 
     def send(self, message: object) -> None:
         """Send at once; dropped when the connection has ended."""
-        if not self._reason:
+        if not self._reason and not self._last:
             self._write(self._outgoing.encode(message))
 
     async def room(self) -> None:
@@ -166,7 +168,7 @@ class StageLink:
         """End the connection. Idempotent."""
         if self._reason:
             return
-        self._reason = reason
+        self._reason = self._last or reason
         if self._watch is not None:
             self._watch.cancel()
         self._writer.transport.abort()
@@ -178,12 +180,19 @@ class StageLink:
             await self._writer.wait_closed()
 
     async def finish(self, reason: str) -> None:
-        """End the connection once all that was sent is with the system; at once if cancelled."""
+        """End the connection once all that was sent is with the system; at once if cancelled.
+
+        With TLS: once the other end has taken all, or after `SILENCE_S`.
+        """
+        self._last = reason
         try:
             with contextlib.suppress(OSError):
-                # With 0, asyncio's TLS says that an empty buffer is full until the other end does something.
-                self._writer.transport.set_write_buffer_limits(high=0 if self.tls is None else 1)
-                await self._writer.drain()
+                if self.tls is None:
+                    self._writer.transport.set_write_buffer_limits(high=0)
+                    await self._writer.drain()
+                else:  # draining asyncio's TLS leaves up to 64 KiB below, which ending at once would drop
+                    self._writer.close()
+                    await self._writer.wait_closed()
         finally:
             self.close(reason)
         await self.wait_closed()

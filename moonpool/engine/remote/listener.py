@@ -9,9 +9,9 @@ from typing import Any, Self
 from moonpool.base import world
 from moonpool.base.config import format_address, is_loopback, parse_address
 from moonpool.base.errors import ConfigError, Mismatch, MoonpoolError
+from moonpool.base.rpc.accept import accept, close_if_cancelled
 from moonpool.base.rpc.tls import NAME, Security
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.async_utils import accept, close_if_cancelled
 from moonpool.engine.channel import ChannelClosed
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.remote.link import SILENCE_S, StageLink

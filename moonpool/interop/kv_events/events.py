@@ -4,6 +4,7 @@ The events are those of vLLM: maps since 2026, arrays before. SGLang sends the s
 """
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -115,7 +116,7 @@ def read_batch(message: object, *, salt_field: bool = False) -> EventBatch:
         time, events = message[0], message[1]
     else:
         raise InvalidRequest("batch", "must be a map, or an array of time and events")
-    if not isinstance(time, int | float):
+    if not isinstance(time, int | float) or not isfinite(time):  # a NaN is never the time of the last batch
         raise InvalidRequest("batch.ts", f"must be a number, is {time!r}")
     if not isinstance(events, Sequence) or isinstance(events, str | bytes):
         raise InvalidRequest("batch.events", "must be a list")

@@ -15,7 +15,7 @@ from moonpool.engine.calibration import PrefillTime, StepTimer, fit, fit_profile
 from moonpool.engine.emulated.profile import step_seconds
 
 LAYOUT = KVLayout.uniform(4, 1, 4, 64, "float16")
-SPEEDS = Speeds(0.004, 3e-5, 2e-8, 0.005, 2e-4, 1e-7)
+SPEEDS = Speeds(0.004, 3e-5, 2e-8, 0.005, 2e-4, 1e-7, prefill_per_context_token_s=5e-7)
 SHIPPED = Path(__file__).resolve().parents[3] / "moonpool/engine/emulated/profiles/tiny-cpu-2-cores.yaml"
 
 
@@ -42,7 +42,7 @@ async def test_coefficients_are_found_again_though_some_tries_are_slow() -> None
     assert {time.size for time in prefills} >= {(16, 0), (1024, 2048)}
     assert max(time.tokens + time.prefix for time in prefills) <= 4096
     found = fit_profile(prefills)
-    assert found.coefficients == pytest.approx((0.004, 3e-5, 2e-8), rel=1e-3)
+    assert found.coefficients == pytest.approx((0.004, 3e-5, 2e-8, 5e-7), rel=1e-3)
     assert found.worst_error < 1e-3
 
     engine = Exact(decode=True)
@@ -80,7 +80,7 @@ def test_errors_are_those_of_sizes_that_the_fit_has_not_seen() -> None:
         for times in (found.fitted, found.held_out):
             assert set(Counter(time.size[axis] for time in times).values()) == {2}
     odd = fit_profile(grid({(20, 0): 2.0}))
-    assert odd.coefficients == found.coefficients == pytest.approx((1.0, 0.0, 0.0))
+    assert odd.coefficients == found.coefficients == pytest.approx((1.0, 0.0, 0.0, 0.0))
     assert (odd.median_error, odd.worst_error) == pytest.approx((0.0, 0.5))
     assert str(odd) == "median 0.0%, worst 50.0%"
     assert fit_profile(grid({(10, 0): 2.0})).coefficients != found.coefficients

@@ -1,5 +1,7 @@
 """Graphs of decode steps: which are captured, in which order, and what becomes of the rest."""
 
+from typing import Any
+
 import pytest
 
 from moonpool.engine.cuda_graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, GraphCache, GraphShape
@@ -7,7 +9,7 @@ from moonpool.engine.cuda_graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, GraphCache, 
 ONE = GraphShape(1, 1024)
 
 
-def captured(longest: int, **how: int) -> GraphCache:
+def captured(longest: int, **how: Any) -> GraphCache:
     """With all graphs that may be, of 100 bytes each."""
     graphs = GraphCache(longest, **how)
     for shape in graphs.shapes:
@@ -15,6 +17,14 @@ def captured(longest: int, **how: int) -> GraphCache:
             break
         graphs.captured(shape)
     return graphs
+
+
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    graphs, plain = captured(5000, adapters=True), captured(5000)
+    assert graphs.shapes[: len(plain.shapes)] == plain.shapes
+    assert graphs.shape(3, 900) == GraphShape(4, 1024)
+    assert graphs.shape(3, 900, adapted=True) == GraphShape(4, 1024, adapted=True)
+    assert plain.shape(3, 900, adapted=True) is None
 
 
 def test_steps_are_padded_to_the_next_shape() -> None:

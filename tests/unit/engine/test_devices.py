@@ -184,7 +184,7 @@ def rig(
         place = StagePlatform(device.torch_device, device.compute, memory, callbacks, device)
     tested = Rig(model, pool, place)
     if graphs and device is not None:
-        cache = GraphCache(BLOCKS * SIZE, most_rows=4)
+        cache = GraphCache(BLOCKS * SIZE, most_rows=4, adapters=model.lora_slots is not None)
         tested.runner.graphs = DecodeGraphs(device, model, place.memory, cache, BLOCKS * SIZE)
         tested.runner.prompt_graphs = PromptGraphs(device, model, place.memory, BLOCKS * SIZE, 64)
         warm_up(tested.runner, 64, BLOCKS * SIZE, lambda what: None)  # as a service starts: kernels are compared

@@ -12,7 +12,7 @@ from moonpool.engine.calibration import DecodeTime, PrefillTime, TimedSizes, fit
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 
-TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
+TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6, prefill_per_context_token_s=2e-6)
 
 
 class ExactEngine:
@@ -74,7 +74,7 @@ class ExactEngine:
 async def test_coefficients_are_recovered() -> None:
     engine: Engine = ExactEngine(100)
     got = await measure(engine)
-    for name in ("prefill_base_s", "prefill_per_token_s", "prefill_per_pair_s"):
+    for name in ("prefill_base_s", "prefill_per_token_s", "prefill_per_pair_s", "prefill_per_context_token_s"):
         assert getattr(got, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
     for name in ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s"):
         assert getattr(got, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
@@ -108,12 +108,14 @@ async def test_small_pools_and_short_models_are_measured_too(blocks: int, max_to
 
 
 def test_noise_never_makes_coefficients_negative_and_long_times_stay_right() -> None:
-    short, long, prefixed = PrefillTime(16, 0, 0.5), PrefillTime(512, 0, 0.4), PrefillTime(512, 1024, 0.3)
-    assert fit_prefill(short, long, prefixed) == (0.4, 0.0, 0.0)
-    base, per_token, per_pair = fit_prefill(
-        PrefillTime(16, 0, 0.01), PrefillTime(64, 0, 0.02), PrefillTime(64, 1024, 9.0)
+    short, long = PrefillTime(16, 0, 0.5), PrefillTime(512, 0, 0.4)
+    few_behind, many_behind = PrefillTime(16, 1024, 0.2), PrefillTime(512, 1024, 0.3)
+    assert fit_prefill(short, long, few_behind, many_behind) == (0.4, 0.0, 0.0, 0.0)
+    base, per_token, per_pair, per_context = fit_prefill(
+        PrefillTime(16, 0, 0.01), PrefillTime(64, 0, 0.02), PrefillTime(16, 1024, 10.0), PrefillTime(64, 1024, 9.0)
     )
-    assert min(base, per_token, per_pair) >= 0.0
+    assert min(base, per_token, per_pair, per_context) >= 0.0
+    assert per_context * 1024 == pytest.approx(0.5 * 8.98), "a slow moment does not say that attention costs nothing"
     assert per_pair * 2080 == pytest.approx(0.01)
     assert base + 64 * per_token + 2080 * per_pair == pytest.approx(0.02)
     assert fit_decode(DecodeTime(1, 16, 0.9), DecodeTime(8, 128, 0.5), DecodeTime(8, 8192, 0.4)) == (0.5, 0.0, 0.0)

@@ -111,6 +111,25 @@ def test_an_abort_at_the_first_rank_ends_the_step_on_all(checkpoint: Path) -> No
         assert (done.aborted, done.sampled) == (False, expected)
 
 
+def test_a_later_stage_does_not_give_up_a_step_that_recurrent_states_have_taken_in(tmp_path: Path) -> None:
+    """A token within a block is in the first stage's states when the second hears of the abort."""
+    create("tiny-qwen3-next", tmp_path / "model", seed=1, dtype="float32")
+    with ranked(tmp_path / "model", 1, stages=2) as stages:
+        expected, _, _ = story(stages)
+        given_up = range(100, 104)
+        for step_id in given_up:
+            stages.gates[1][0].abort(step_id)
+        tokens, number = expected[: len(PROMPT) + 1], iter([90, 91, *given_up, *range(104, 120)])
+        stages.run(Step(next(number), (part(PROMPT[: 2 * SIZE], 0, sample=False),)))
+        stages.run(Step(next(number), (part(PROMPT, 2 * SIZE),)))
+        while len(tokens) < len(expected):
+            done = stages.run(Step(next(number), (part(tokens, len(tokens) - 1),)))
+            tokens += [token for token in done.sampled if token is not None]
+        assert tokens == expected
+        stages.gates[1][0].abort(130)
+        assert stages.run(Step(130, (part(PROMPT, 0),))).aborted, "whatever begins at a border is computed again"
+
+
 def test_copied_blocks_are_there_for_all_ranks(checkpoint: Path) -> None:
     with ranked(checkpoint, 2) as stages:
         tokens, _, _ = story(stages)

@@ -30,6 +30,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.engine.pool_memory import PoolMemory
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_engine import start_processes
+from tests.examples import each
 
 FAKE = "tests.unit.engine.fake_worker"
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -229,21 +230,62 @@ async def test_an_error_of_the_listener_is_the_callers() -> None:
         assert (await engine.run(step(2, WORK))).sampled == (WORK,)
 
 
-async def test_a_dead_worker_fails_the_engine_and_all_its_runs() -> None:
-    reason = r"engine stage 1 \(process \d+\) was killed by signal 9"
-    async with started(spec(stages=2)) as engine:
-        runs = [asyncio.ensure_future(engine.run(step(n, WORK, gated=True))) for n in (1, 2)]
+REASONS = {signal.SIGKILL: r"was killed by signal 9", signal.SIGSTOP: "is stopped"}
+"""A stopped process closes no channel."""
+UNDER_WAY = {
+    "idle": [],
+    "in a step": [step(1, HANG)],
+    "at a gate": [step(1, WORK, gated=True), step(2, WORK, gated=True)],
+}
+
+
+@pytest.mark.parametrize(("phase", "number", "stages", "which"), each(UNDER_WAY, REASONS, [1, 2], [0, -1]))
+async def test_a_lost_process_fails_the_engine_and_all_its_runs(
+    phase: str, number: signal.Signals, stages: int, which: int
+) -> None:
+    """Whatever is under way, and whichever rank of a stage is lost: the engine names it."""
+    rank, stage = (0, 0) if which == 0 else (1, stages - 1)
+    reason = rf"^engine stage {stage} rank {rank} \(process \d+\) {REASONS[number]}"
+    async with started(replace(spec(stages=stages), ranks=2)) as engine:
+        runs = [asyncio.ensure_future(engine.run(order)) for order in UNDER_WAY[phase][:stages]]
         await asyncio.sleep(0)
-        os.kill(engine.pids[1], signal.SIGKILL)
+        os.kill(engine.pids[which], number)
         async with asyncio.timeout(60):
+            assert re.match(reason, await asyncio.shield(engine.failed))
             for run in runs:
                 with pytest.raises(Unavailable, match=reason):
                     await run
-        assert engine.failed.done()
         with pytest.raises(Unavailable, match=reason):
-            await engine.run(step(3, WORK))
-        engine.open_gate(3, 0)
-        engine.abort(3)
+            await engine.run(step(9, WORK))
+        engine.open_gate(9, 0)
+        engine.abort(9)
+
+
+@pytest.mark.parametrize("number", REASONS)
+async def test_a_process_that_is_lost_while_the_engine_starts(number: signal.Signals) -> None:
+    before = _children()
+
+    async def start() -> None:
+        mute = replace(spec("mute"), ranks=2)
+        async with start_processes(mute, start_timeout_s=90, worker_module=FAKE, launcher=execute):
+            pytest.fail("it came up")
+
+    starting = asyncio.ensure_future(start())
+    while len(new := _children() - before) < 2:
+        assert not starting.done()
+        await asyncio.sleep(0)
+    os.kill(max(new), number)
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable, match=rf"rank \d .*{REASONS[number]}"):
+            await starting
+    assert _children() == before
+
+
+@pytest.mark.parametrize("number", REASONS)
+async def test_a_process_that_is_lost_as_the_engine_ends(number: signal.Signals) -> None:
+    """Nothing is left of it."""
+    async with started(replace(spec(), ranks=2)) as engine:
+        os.kill(engine.pids[1], number)
 
 
 @pytest.mark.parametrize(
@@ -271,34 +313,6 @@ async def test_a_step_is_over_when_all_ranks_say_so() -> None:
         assert sorted(layer.layer for layer in layers) == [0, 1, 2, 3]
         engine.abort(2)
         assert (await engine.run(step(2, WORK, gated=True))).aborted
-
-
-async def test_a_lost_rank_is_named() -> None:
-    async with started(replace(spec(), ranks=2)) as engine:
-        os.kill(engine.pids[1], signal.SIGKILL)
-        async with asyncio.timeout(60):
-            assert re.match(r"engine stage 0 rank 1 \(process \d+\) was killed", await asyncio.shield(engine.failed))
-
-
-@pytest.mark.parametrize("works", [True, False])
-async def test_a_stopped_process_is_lost(works: bool) -> None:
-    """Whether a step waits for it or not; no channel closes, and no step has taken too long."""
-    async with started(replace(spec(), ranks=2)) as engine:
-        os.kill(engine.pids[1], signal.SIGSTOP)
-        run = asyncio.ensure_future(engine.run(step(1, WORK))) if works else None
-        async with asyncio.timeout(60):
-            assert "rank 1" in (await asyncio.shield(engine.failed))
-        assert engine.failed.result().endswith("is stopped")
-        if run is not None:
-            with pytest.raises(Unavailable, match="is stopped"):
-                await run
-
-
-async def test_a_worker_that_dies_idle_is_noticed() -> None:
-    async with started(spec()) as engine:
-        os.kill(engine.pids[0], signal.SIGKILL)
-        async with asyncio.timeout(60):
-            assert "was killed by signal 9" in await asyncio.shield(engine.failed)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +347,7 @@ def test_workers_die_with_a_killed_io_process() -> None:
 import asyncio
 import contextlib
 from moonpool.engine.start_engine import start_processes
+from tests.examples import each
 from moonpool.base.fork_server import execute
 from tests.unit.engine.test_start_engine import FAKE, spec, step
 async def main():
@@ -363,5 +378,5 @@ def test_the_engine_runs_on_uvloop() -> None:
     uvloop.run(main())
 
 
-def _children() -> str:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+def _children() -> set[int]:
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))

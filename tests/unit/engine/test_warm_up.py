@@ -21,7 +21,7 @@ from moonpool.engine import run_mode
 from moonpool.engine.calibration import measure
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kernels import self_check
-from moonpool.engine.kernels.choice import REPLACED, VARIABLE
+from moonpool.engine.kernels.choice import READS_HOST, REPLACED, VARIABLE
 from moonpool.engine.messages import StageDone
 from moonpool.engine.models import stage
 from moonpool.engine.models.random_checkpoint import create
@@ -235,11 +235,24 @@ def test_a_stage_of_recurrent_layers_alone_compiles_every_scan(tmp_path: Path, m
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(("name", "operation"), [("silu_mul", "silu_mul"), ("prefill_attention", "attention")])
+@pytest.mark.parametrize(
+    ("model", "name", "operation"),
+    [
+        ("tiny-llama", "silu_mul", "silu_mul"),
+        ("tiny-llama", "prefill_attention", "attention"),
+        ("tiny-deepseek-v32", "choose_keys", "choose_keys"),
+    ],
+)
 def test_a_kernel_that_is_wrong_is_found_and_answers_are_right(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, operation: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    model: str,
+    name: str,
+    operation: str,
 ) -> None:
     """On a device where Triton's kernels, which are torch's here, are right but for one."""
+    checkpoint = create(model, tmp_path / "model", seed=3, dtype="float32")
 
     def answer(device: StagedDevice | None) -> list[tuple[int | None, ...]]:
         layout = kv_layout(load_config(checkpoint), "float32", SIZE)
@@ -247,7 +260,7 @@ def test_a_kernel_that_is_wrong_is_found_and_answers_are_right(
         stages = Stages(checkpoint, pool, None) if device is None else opened(checkpoint, device, 24)
         if device is not None:
             warm_up(stages.runners[0], 64, 24 * SIZE, lambda what: None)
-            assert (stages.runners[0].graphs is None) == (operation == "attention"), "torch's reads the host"
+            assert (stages.runners[0].graphs is None) == (operation in READS_HOST)
             wrong = ", ".join(sorted({operation, "sampling"}))
             assert f"{wrong}: torch, as Triton is wrong here" in describe_compute(stages.runners[0])
         table, tokens = (0, 1, 2), array("i", range(5, 45))
@@ -270,7 +283,8 @@ def test_a_kernel_that_is_wrong_is_found_and_answers_are_right(
 
 
 def columns_swapped(given: dict[str, Any]) -> None:
-    given["out"].copy_(given["out"].roll(1, -1).clone())
+    written = given["places" if "places" in given else "out"]
+    written.copy_(written.roll(1, -1).clone())
 
 
 def test_a_later_stage_warms_up_alone(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.rpc.watched_files import CHECK_INTERVAL_S, WatchedFiles
 from moonpool.cli.certs import app
 from moonpool.gateway.certificates import ReloadedCertificate
+from tests.unit.base.transport.turns import turn
 from tests.unit.gateway.test_http_server import CLOSING, serving
 
 from .fakes import settings
@@ -97,6 +99,18 @@ async def test_silent_connections_lock_nobody_out(tmp_path: Path) -> None:
         part.write(b"\x16\x03\x01\x02")  # the first bytes of a hello
     # the server ends although a handshake is under way
     part.close()
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_connection_that_comes_as_the_server_ends_is_closed(tmp_path: Path, turns: int) -> None:
+    """In whatever turn of the loop: before it is accepted, before its handshake begins, within that."""
+    cert, key = make(tmp_path, "one")
+    async with serving(ssl_certfile=cert, ssl_keyfile=key) as (_, port):
+        peer = socket.create_connection(("127.0.0.1", port))
+        peer.settimeout(60)
+        await turn(turns)
+    with peer, contextlib.suppress(ConnectionError):
+        assert await asyncio.to_thread(peer.recv, 1) == b""
 
 
 def shown(https: ReloadedCertificate, authority: Path) -> str:

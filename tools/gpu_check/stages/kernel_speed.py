@@ -12,6 +12,7 @@ from tools.gpu_check.kernel_rows import (
     SIZES,
     Shape,
     Sizes,
+    choice_rows,
     chosen_rows,
     flashinfer_rows,
     kernel_rows,
@@ -33,6 +34,8 @@ LATENT = Shape(heads=128, kv_heads=1, head_dim=576, block_size=64, rest=64)
 FEW_LATENT = Shape(heads=16, kv_heads=1, head_dim=576, block_size=64, rest=64)
 """A rank's heads, or a small model's."""
 LATENT_SIZES = Sizes(decode=((32, 8192),), prefill=((4096, 4096),))
+INDEXER = {True: (torch.bfloat16, 64, 128), False: (torch.float32, 4, 16)}
+"""(type, heads, elements of a head), whether on a GPU"""
 CHOSEN = {True: ((32, 8192, 2048),), False: ((2, 64, 16),)}
 """(rows, context, chosen keys), whether on a GPU"""
 TINY = Sizes(decode=((2, 64),), prefill=((32, 32), (16, 48)), written=64, copied=2, normed=(4, 64))
@@ -56,6 +59,8 @@ def check(where: Where, figures: Figures) -> None:
     for shape, sizes in latent:
         slow += [tell(row, figures) for row in latent_rows(on, shape, sizes)]
         slow += [tell(row, figures) for chosen in CHOSEN[where.on_gpu] for row in chosen_rows(on, shape, *chosen)]
+    for chosen in CHOSEN[where.on_gpu]:
+        slow += [tell(row, figures) for row in choice_rows(on, *INDEXER[where.on_gpu], *chosen)]
     small = SMALL_LAYERS, torch.float32, ((2, 1, 20), (1, 20, 0))
     of_layers = (LAYERS, torch.bfloat16, BATCHES) if where.on_gpu else small
     slow += [tell(row, figures) for row in recurrent_rows(on, *of_layers)]

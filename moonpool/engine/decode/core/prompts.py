@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from moonpool.base.scheduling.fair_share import FairQueue, FairShares, QueueEntry, QueueKey, priority_rank
-from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds, steps_of
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.engine.decode.core.actions import Chunk
 from moonpool.engine.decode.core.batch import RunningBatch
@@ -137,13 +137,14 @@ class PromptQueue:
         if not prompts:
             return 0.0
         speeds, settings, answers = self._state.tracker.speeds, self._settings, len(self._batch)
+        most = settings.chunked_prefill_size if answers else settings.max_num_batched_tokens
         seconds, tokens = 0.0, 0
         for request in prompts:
-            left = self._left(request)
-            behind = request.sequences[0].tokens - left
-            seconds += request.spec.token_cost * prefill_seconds(speeds, left, behind, steps=0)
-            tokens += request.spec.token_cost * left
-        steps = -(-tokens // (settings.chunked_prefill_size if answers else settings.max_num_batched_tokens))
+            left, cost = self._left(request), request.spec.token_cost
+            behind, chunks = request.sequences[0].tokens - left, steps_of(left, most)
+            seconds += cost * prefill_seconds(speeds, left, behind, steps=0, chunks=chunks)
+            tokens += cost * left
+        steps = steps_of(tokens, most)
         seconds += speeds.prefill_base_s * steps
         if answers:
             each_s = decode_step_seconds(speeds, answers, self._batch.context)

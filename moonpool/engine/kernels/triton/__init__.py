@@ -17,7 +17,7 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Longest head that the tiles of `moonpool.engine.kernels.triton.tiles` are meant for.
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 #: The same of latent vectors: elements of a value, and those behind it.
 MAX_VALUE_DIM, MAX_REST = 512, 128
 

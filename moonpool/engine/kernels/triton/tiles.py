@@ -73,20 +73,22 @@ class Tile:
         return (self.stages - 1) * step * stored + queries * element + widened
 
 
-#: Mode -> tiles for padded head_dim up to 64, 128, 256. "exact" is everything in deterministic mode: the same
-#: instructions on the same tiles give the same bits.
+#: Mode -> tiles for padded head_dim up to 64, 128, 256, 512. "exact" is everything in deterministic mode: the same
+#: instructions on the same tiles give the same bits. Sums of 512 elements and 64 rows would spill.
 _TILES = {
-    "decode": (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
-    "small": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
-    "prefill": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-    "exact": (Tile(64, 32, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
+    "decode": (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 3)),
+    "small": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+    "prefill": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 32, 8, 2)),
+    "exact": (Tile(64, 32, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
 }
-#: Where a product is a warp's, with both factors in registers too: fewer keys or rows, which would spill.
+#: Where a product is a warp's, with both factors in registers too: fewer keys or rows, which would spill. Heads of 512
+#: keep two stages in 99 KiB.
 _TILES_OF_WARPS = _TILES | {
-    "small": (Tile(64, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
-    "prefill": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
+    "small": (Tile(64, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 16, 8, 2)),
+    "prefill": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 16, 8, 2)),
+    "exact": (*_TILES["exact"][:3], Tile(32, 16, 8, 2)),
 }
-_FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
+_FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 16, 2))
 
 
 #: Over latent vectors, for few query heads and for many. Sums of 512 elements fill the registers: 64 rows would spill,
@@ -131,7 +133,7 @@ def tile_for(
     dim, rest = max(padded(head_dim - rest), 16), rest and max(padded(rest), 16)
     modes = _TILES if limits.warpgroups else _TILES_OF_WARPS
     tiles = _FLOAT32_TILES if dtype == torch.float32 else modes[mode]
-    tile = tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
+    tile = tiles[sum(dim > size for size in (64, 128, 256))]
     if rest:
         few, spare = mode == "decode" and group <= _LATENT_TILES[0].rows, stored == dtype and mode != "exact"
         tile = _latent_tile(dtype, limits, few=few, spare=spare)

@@ -100,7 +100,8 @@ def queue_seconds(state: PrefillState, now: float) -> float:
         left = request.spec.tokens - done
         if left > 0:
             begins, cost = request.first_step_at is None, request.spec.token_cost
-            work += cost * prefill_seconds(speeds, left, done, steps=0, begins=begins)
+            chunks = steps_of(left, settings.max_num_batched_tokens)
+            work += cost * prefill_seconds(speeds, left, done, steps=0, chunks=chunks, begins=begins)
             if request.spec.pictures:
                 work += speeds.encode_per_token_s * encoded_tokens(request.spec.pictures, done)
             tokens += cost * left

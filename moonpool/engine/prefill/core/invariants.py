@@ -46,6 +46,8 @@ def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:
             request = state.requests.get(part.request)
             assert not part.live or request is not None, "a slice of a request that has ended counts"
             live[part.request] += part.live
+            border = part.start % state.settings.block_size == 0
+            assert border or not state.settings.recurrent, "a step given up would be behind its recurrent states"
             if part.live and request is not None and part.loading:
                 assert request.gated
                 arrived = request.prefix.load.layers if request.prefix.load else state.settings.layers

@@ -21,6 +21,10 @@ from moonpool.base.checkpoint.lora import read_settings
 from moonpool.base.errors import CheckpointError
 from tests.unit.base.checkpoint.folder import write_config, write_weights
 
+READ_WHOLE = [
+    "config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    "1_Pooling/config.json", "model.safetensors.index.json", "tiktoken.model", "processor_config.json",
+]  # fmt: skip
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CODE = """
 import sys
@@ -48,7 +52,7 @@ def with_holes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pipe, endless, with_holes])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "1_Pooling/config.json"])
+@pytest.mark.parametrize("name", READ_WHOLE)
 def test_what_is_no_file_is_not_read(tmp_path: Path, kind: Callable[[Path], None], name: str) -> None:
     """A reader of a pipe would wait for ever, and one of a device would read without end."""
     write_config(tmp_path)
@@ -62,7 +66,10 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, kind: Callable[[Path], None
 def test_other_things_in_a_folder_are_left_alone(tmp_path: Path) -> None:
     os.mkfifo(write_config(tmp_path) / "notes")
     (tmp_path / "gone.json").symlink_to("nowhere")
-    with_holes(tmp_path / "model.safetensors")
+    for name in ("model.safetensors", "corpus.json", "merges.txt", "data/config.old.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with_holes(tmp_path / name)
+    os.mkfifo(tmp_path / "log.json")
     assert resolve(str(tmp_path)) == tmp_path.resolve()
 
 

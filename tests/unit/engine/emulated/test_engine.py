@@ -95,8 +95,11 @@ async def test_lateness_is_made_up_for_or_counted(clock: Clock) -> None:
 
 
 async def test_a_prompt_pays_once_for_itself_and_for_its_cached_tokens(clock: Clock) -> None:
-    """Two prompts in chunks: the first chunk of each takes 8 s more, and 0.5 s for each cached token."""
-    speeds = replace(SPEEDS, prefill_per_prompt_s=8.0, prefill_per_cached_token_s=0.5)
+    """Two prompts in chunks: the first chunk of each takes 8 s more, and 0.5 s for each cached token.
+
+    Each chunk takes 0.25 s for each token before it.
+    """
+    speeds = replace(SPEEDS, prefill_per_prompt_s=8.0, prefill_per_cached_token_s=0.5, prefill_per_context_token_s=0.25)
     async with engine_of(spec_of(profile=replace(PROFILE, speeds=speeds)), clock) as engine:
         early, two = history(PROMPT), history(PROMPT)
         seconds = []
@@ -105,7 +108,7 @@ async def test_a_prompt_pays_once_for_itself_and_for_its_cached_tokens(clock: Cl
             step = Step(number, (part(of, start, end, (0, 1, 2)),))
             await clock.run(asyncio.ensure_future(engine.run(step)))
             seconds.append(clock.now - began)
-        assert seconds == [1 + 4 + 8, 1 + 6, 1 + 1 + 8 + 16, 1 + 1]
+        assert seconds == [1 + 4 + 8, 1 + 6 + 4, 1 + 1 + 8 + 16 + 8, 1 + 1 + 9]
 
 
 async def test_an_aborted_prompt_begins_again(clock: Clock) -> None:

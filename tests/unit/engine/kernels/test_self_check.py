@@ -47,6 +47,29 @@ def attend(dtype: torch.dtype = torch.bfloat16, stored: torch.dtype | None = Non
     )
 
 
+def choose(dtype: torch.dtype = torch.bfloat16, stored: torch.dtype | None = None) -> list[list[int]]:
+    """An indexer's choice for rows of a prompt and single rows: the places of each row."""
+    drawn, heads, topk = torch.Generator().manual_seed(5), 6, 40
+    blocks, width, spans = 40, 32, [(9, 120), (1, 300), (1, 77), (1, 20)]
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-3, 4, shape, generator=drawn)
+
+    kv, rows = whole(blocks, 1, 1, SIZE, width).to(stored or dtype), sum(count for count, _ in spans)
+    scales = None if stored is None else torch.ones(kv.shape[:4])
+    tables = torch.stack([torch.randperm(blocks, generator=drawn)[:20] for _ in spans]).int()
+    starts = torch.tensor([0, *(count for count, _ in spans)]).cumsum(0).int()
+    lengths, weights = torch.tensor([length for _, length in spans]).int(), whole(rows, heads).float()
+    q = whole(rows, heads, width).to(dtype)
+    chosen = sparse.choose_keys(q, weights, kv, scales, tables, starts, lengths, 0.25, topk)
+    assert chosen is not None
+    found = [list[int]() for _ in range(rows)]
+    at = range(rows) if chosen.rows is None else chosen.rows.tolist()
+    for row, places, number in zip(at, chosen.places.tolist(), chosen.numbers.tolist(), strict=True):
+        found[row] = places[:number]
+    return found
+
+
 def of_rows(dtype: torch.dtype = torch.bfloat16, stored: torch.dtype | None = None) -> None:
     """What a layer has beside attention and products."""
     case = make([(1, 20)], dtype=dtype, stored=stored, head_dim=64, kv_heads=2)
@@ -71,10 +94,13 @@ def test_what_is_right_passes(kernels: Kernels, dtype: torch.dtype, stored: torc
         attend(dtype, stored)
         check.next_step()
         attend(dtype, stored, **LATENT)
+        choose(dtype, stored)
         of_rows(dtype, stored)
     assert not check.found
     assert not REPLACED
-    assert {name for name, _ in check.compared} >= {"prefill_attention", "norm_rope_write", "expert_linear"}
+    assert {name for name, _ in check.compared} >= {
+        "prefill_attention", "choose_keys", "norm_rope_write", "expert_linear",
+    }  # fmt: skip
     assert max(error for _, error in check.compared) == 0.0
 
 
@@ -166,6 +192,66 @@ def test_chosen_keys(kernels: Kernels, stored: torch.dtype | None, broken: Break
         sparse.chosen_attention(case.q, case.kv, case.scales, chosen, case.scale, 64, deterministic=False)
     assert bool(check.found) == (broken is not None)
     assert ({"attention"} if broken else set()) == REPLACED
+
+
+def one_key_more(given: dict[str, Any]) -> None:
+    given["context_lens"] = given["context_lens"] + 1
+
+
+def later_of_equal_keys(given: dict[str, Any]) -> None:
+    """The first row sees the last of several equal keys in place of the first that it should."""
+    places, tokens = given["places"][0], torch.arange(int(given["context_lens"][0] - given["query_start"][1] + 1))
+    seen = (given["block_tables"][0, tokens // SIZE] * SIZE + tokens % SIZE).tolist()
+    own = {place: token for token, place in enumerate(seen)}
+    chosen = [own[place] for place in places.tolist()]
+    one, other = next(
+        (one, other)
+        for one in chosen
+        for other in reversed(tokens.tolist())
+        if other > one and other not in chosen and same_key(given, seen[one], seen[other])
+    )
+    places.copy_(torch.tensor([seen[token] for token in sorted({*chosen, other} - {one})]))
+
+
+def same_key(given: dict[str, Any], one: int, other: int) -> bool:
+    parts = [part[:, 0, 0].float() for part in (given["kv"], given["scales"]) if part is not None]
+    return all(torch.equal(part[one // SIZE, one % SIZE], part[other // SIZE, other % SIZE]) for part in parts)
+
+
+def places_of_another_row(given: dict[str, Any]) -> None:
+    given["places"][-1] = given["places"][0]
+
+
+def one_key_fewer(given: dict[str, Any]) -> None:
+    given["numbers"][0] -= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((dtype, None) for dtype in DTYPES), *((torch.bfloat16, stored) for stored in STORED[1:])]
+)
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [(without_last_key, None), (without_one_key, None), (without_a_block, None), (one_key_more, None),
+     (None, later_of_equal_keys), (None, places_of_another_row), (None, one_key_fewer)],
+)  # fmt: skip
+def test_a_choice_of_keys_that_is_wrong_is_replaced(
+    kernels: Kernels, before: Break | None, behind: Break | None, dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    right = choose(dtype, stored)
+    assert [len(places) for places in right] == [40] * 11 + [20]
+    with checking(CPU):  # which leaves its numbers in the pool
+        beside = choose(dtype, stored)
+    kernels.break_("choose_keys", before=before, behind=behind)
+    with checking(CPU) as check:
+        assert choose(dtype, stored) == beside, "the step itself has the reference's results"
+    assert {"choose_keys"} == REPLACED
+    [said] = check.found
+    assert "choose_keys" in said
+    assert remedy(said).endswith("#wrong-kernel")
+    launched = kernels.launched
+    assert [len(places) for places in choose(dtype, stored)] == [40] * 11 + [0], "the last sequence sees all keys"
+    assert choose(dtype, stored)[:11] == right[:11]
+    assert kernels.launched == launched, "Triton is not asked again"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

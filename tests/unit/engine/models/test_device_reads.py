@@ -6,6 +6,7 @@ kernels, which read nothing on the host, are left out.
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.triton import ops, recurrent, sampling
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.lora import lora_slots
+from moonpool.engine.models.pictures import PicturePositions
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.platforms.cpu import CpuStream
 from moonpool.engine.prompt_graphs import PromptGraphs
@@ -89,8 +92,12 @@ class MetaMemory:
 
 
 def captured(model: StageModel, *, slots: bool) -> tuple[str, str, str]:
-    """Capture decode steps, head and sampling, and layers of prompts; return what could not be captured of each."""
-    cache, memory = GraphCache(LONGEST, most_rows=1), MetaMemory(model.config, slots=slots)
+    """Capture decode steps, head and sampling, and layers of prompts; return what could not be captured of each.
+
+    With LoRA adapters, where the model takes them.
+    """
+    cache = GraphCache(LONGEST, most_rows=1, adapters=model.lora_slots is not None)
+    memory = MetaMemory(model.config, slots=slots)
     graphs = DecodeGraphs(MetaDevice(), model, memory, cache, LONGEST)  # type: ignore[arg-type]
     graphs.capture(CpuStream(), lambda what: None)
     prompts = PromptGraphs(MetaDevice(), model, memory, LONGEST, 64)  # type: ignore[arg-type]
@@ -114,6 +121,9 @@ def compute(model: StageModel, batch: PackedBatch) -> None:
 def test_steps_read_nothing_of_a_device(case: str, tmp_path: Path) -> None:
     model = on_meta(tmp_path, case)
     decoder = model.config.decoder
+    if not decoder.other:
+        model.lora_slots = lora_slots(model.config, model.layers, 0, count=2, max_rank=4)
+        model.picture_positions = PicturePositions(SimpleNamespace(components=()))  # type: ignore[arg-type]
     layers, head, prompts = captured(model, slots=any(layer.attention.window is not None for layer in decoder.every))
     for why in (layers, prompts):
         assert ("meta" in why) == bool(decoder.not_captured), why
@@ -162,15 +172,19 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ("case", "launches"),
     [
         ("llama", 9), ("qwen3", 9), ("gemma3", 12), ("phi", 9), ("hunyuan", 9), ("glm4", 11),
-        ("ministral3", 10),
+        ("ministral3", 10), ("llama, adapters", 25),
     ],
 )  # fmt: skip
 def test_launches_of_a_layer(case: str, launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a decode step with one part of the keys. Norms of heads, rotation and KV write are one launch."""
-    model, found = on_meta(tmp_path, case), list[str]()
+    name, _, adapters = case.partition(", ")
+    model, found = on_meta(tmp_path, name), list[str]()
     for name in ops.__all__:
         monkeypatch.setattr(ops, name, lambda *args, _name=name, **options: found.append(_name))
     batch = PackedBatch.build([(tokens_to_bytes([7]), 17, (2, 3))], BLOCK, META)
+    if adapters:
+        slots = lora_slots(model.config, model.layers, 0, count=2, max_rank=4)
+        batch.loras = slots.of_rows(torch.zeros(1, dtype=torch.int64, device=META))
     hidden, kv = torch.empty((1, model.config.hidden_size), device=META), pools(model.config)
     counts = list[int]()
     for last in (4, 3, 4):  # what layers share is computed first

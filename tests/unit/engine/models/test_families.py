@@ -247,7 +247,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gemma4, unified": (
         "gemma4_unified_text",
-        {**HEAD, **WINDOW, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {**HEAD, **WINDOW, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "mellum": (
         "mellum",

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moonpool.base.checkpoint import config_hash, load_config
 from moonpool.base.errors import CheckpointError, ConfigError, UnsupportedModel
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.whole_prompt_stage import WholePromptStage, token_types
@@ -23,6 +25,7 @@ from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.setup import engine_setup
 from tests.unit.engine.models.forward import BLOCK, Runner
 from tests.unit.engine.models.test_families import HEAD, TINY, reference
+from tests.unit.engine.stages import ids, stages
 
 LENGTHS = (37, 5, 37, 17)
 DECODERS: Mapping[str, Mapping[str, Any]] = {
@@ -220,6 +223,20 @@ def test_token_types_are_those_that_the_tokenizer_gives(
     model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
     assert_same(computed(tmp_path), [output.logits[0] for output in expected(model, types=types)])
+
+
+def test_steps_of_an_engine(tmp_path: Path) -> None:
+    """Two chunks of a prompt through what runs the steps of every model."""
+    model = drawn(transformers.AutoModelForSequenceClassification, "bert", num_labels=2)
+    model.save_pretrained(tmp_path)
+    (prompt, *_), table = prompts(), (4, 1, 6)
+    with stages(tmp_path, 1) as engine:
+        engine.run(Step(1, (SequenceStep(ids(*prompt[:16]), 0, table),)))
+        last = SequenceStep(ids(*prompt[16:]), 16, table, SampleSpec(SamplingParams(embedding=True)))
+        done = engine.run(Step(2, (last,), layer_events=True))[-1]
+    (values,) = done.embeddings.values()
+    found = torch.frombuffer(bytearray(values), dtype=torch.float32)
+    assert_same([found], [expected(model, types=True)[0].logits[0]])
 
 
 @pytest.mark.parametrize("kind", ["cls", "mean", "max", "lasttoken"])

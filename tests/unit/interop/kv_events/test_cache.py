@@ -2,6 +2,7 @@
 
 import json
 import random
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def test_unknown_kinds_of_events_are_skipped() -> None:
         (7, "batch"),
         ([1.0], "batch"),
         (["late", []], "batch.ts"),
+        ([nan, []], "batch.ts"),
+        ({"ts": -inf, "events": []}, "batch.ts"),
         ([1.0, "no list"], "batch.events"),
         ([1.0, [5]], "event"),
         ([1.0, [{"no": "type"}]], "event.type"),

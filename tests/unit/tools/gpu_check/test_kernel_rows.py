@@ -16,6 +16,8 @@ from tools.gpu_check.kernel_rows import (
     WAYS,
     Shape,
     Sizes,
+    choice_rows,
+    chosen_rows,
     copy_row,
     decode_row,
     heads_rows,
@@ -81,6 +83,17 @@ def test_latent_attention_is_told_beside_the_hardware_and_the_reference() -> Non
         check(row, 250, "the reference", 250)
 
 
+def test_chosen_keys_are_told_beside_a_copy_and_the_reference() -> None:
+    latent = Shape(heads=4, kv_heads=1, head_dim=24, dtype=torch.float32, rest=8)
+    copied = 2 * COPY / 0.25 / 1e9
+    choice, beside = choice_rows(ON, torch.float32, 4, 16, 2, 64, 16)
+    check(choice, 2 * 64 * 16 * 4 / 0.25 / 1e9, "copy", copied)
+    check(beside, 250, "the reference", 250)
+    attended, beside = chosen_rows(ON, latent, 2, 64, 16)
+    check(attended, 2 * 16 * 24 * 4 / 0.25 / 1e9, "copy", copied)
+    check(beside, 250, "the reference", 250)
+
+
 def test_sampling_is_told_by_its_time() -> None:
     rows = sampling_rows(ON, 3, 500)
     assert len(rows) == len(WAYS) + 1
@@ -98,6 +111,7 @@ def test_the_rows_of_the_kernels_of_gpus() -> None:
         "test_kernels_are_told_by_what_they_read_and_write",
         "test_prefill_is_told_by_its_products",
         "test_latent_attention_is_told_beside_the_hardware_and_the_reference",
+        "test_chosen_keys_are_told_beside_a_copy_and_the_reference",
     )
     environment = os.environ | {"MOONPOOL_KERNELS": "triton", "TRITON_INTERPRET": "1"}
     command = [

@@ -32,7 +32,7 @@ def test_decode(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "block_size"),
-    [(80, 7, 16), (128, 4, 256), *slowly((64, 1, 64), (96, 16, 64), (128, 7, 16))],
+    [(80, 7, 16), (128, 4, 256), (512, 8, 16), *slowly((64, 1, 64), (96, 16, 64), (128, 7, 16))],
 )
 def test_shapes(head_dim: int, group: int, block_size: int) -> None:
     shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "kv_heads": 1}
@@ -56,7 +56,7 @@ def test_dropping_the_last_key_is_out_of_tolerance(length: int, dtype: torch.dty
 
 
 EVERY_SHAPE = list(itertools.product((torch.float16,), (64, 80, 96, 128), (1, 4, 7, 16), (16, 64, 256)))
-EVERY_SHAPE += itertools.product(DTYPES, (64, 80, 96, 128, 40, 256), (7,), (16, 64))
+EVERY_SHAPE += itertools.product(DTYPES, (64, 80, 96, 128, 40, 256, 512), (7,), (16, 64))
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_quantized(stored: torch.dtype, block_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("head_dim", [80, 128, 512])
 def test_quantized_shapes(stored: torch.dtype, dtype: torch.dtype, head_dim: int) -> None:
     for deterministic in (False, True):
         case = make(RAGGED, dtype=dtype, stored=stored, head_dim=head_dim, block_size=32, group=7)

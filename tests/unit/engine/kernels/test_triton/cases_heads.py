@@ -90,7 +90,7 @@ def test_every_type_of_pool(dtype: torch.dtype, stored: torch.dtype | None, norm
     check(replace(PLAIN, q_weight=q, k_weight=k) if normed else None, 64, dtype=dtype, stored=stored)
 
 
-@pytest.mark.parametrize(("width", "head_dim"), [(0, 64), (16, 64), (80, 80), (24, 96), (128, 128)])
+@pytest.mark.parametrize(("width", "head_dim"), [(0, 64), (16, 64), (80, 80), (24, 96), (128, 128), (512, 512)])
 @pytest.mark.parametrize("last", [False, True])
 def test_partial_rotation(width: int, head_dim: int, last: bool) -> None:
     """Of all elements, of the first ones, and of none; heads of any size."""

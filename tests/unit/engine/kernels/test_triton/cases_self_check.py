@@ -93,6 +93,24 @@ def test_chosen_keys(stored: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "stored"),
+    [(torch.bfloat16, E4M3), *slowly((torch.float32, None), (torch.float16, None), (torch.bfloat16, torch.int8))],
+)
+def test_a_choice_of_keys(dtype: torch.dtype, stored: torch.dtype | None) -> None:
+    """Of rows of a prompt and single rows; the step's own numbers are none."""
+    blocks, heads, width, spans = 6, 5, 24, ((7, 90), (1, 60), (1, 20))
+    kv = torch.zeros((blocks, 1, 1, BLOCK, width), dtype=stored or dtype, device=DEVICE)
+    scales = None if stored is None else torch.ones(kv.shape[:4], device=DEVICE)
+    tables = torch.arange(blocks, device=DEVICE).expand(len(spans), -1).int()
+    starts = torch.tensor([0, *(count for count, _ in spans)], device=DEVICE).cumsum(0).int()
+    lengths = torch.tensor([length for _, length in spans], device=DEVICE).int()
+    q = torch.full((int(starts[-1]), heads, width), torch.nan, dtype=dtype, device=DEVICE)
+    with checking(torch.device(DEVICE)) as check:
+        sparse.choose_keys(q, q[..., 0].float(), kv, scales, tables, starts, lengths, 0.1, 25)
+    looked_at(check, "choose_keys")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
     [(torch.bfloat16, torch.int8), (torch.float16, None), *slowly((torch.float32, None), (torch.bfloat16, E4M3))],
 )
 def test_between_the_products(dtype: torch.dtype, stored: torch.dtype | None) -> None:

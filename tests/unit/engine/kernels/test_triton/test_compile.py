@@ -130,7 +130,7 @@ def _fits(gpu: Gpu, launch: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("rows", [1, 200])
 def test_attention_in_float32(head_dim: int, rows: int) -> None:
     _fits(HOPPER, lambda ops: launches.attend(ops, dtype=torch.float32, head_dim=head_dim, rows=rows))
@@ -141,16 +141,19 @@ def test_attention_in_float32(head_dim: int, rows: int) -> None:
 @pytest.mark.parametrize("gpu", [AMPERE, AMPERE_SMALL, AMD])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("rows", "block_size"), [(1, 64), (200, 16)])
-def test_quantized_attention(gpu: Gpu, stored: torch.dtype, rows: int, block_size: int) -> None:
-    _fits(gpu, lambda ops: launches.attend(ops, rows=rows, stored=stored, block_size=block_size))
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_quantized_attention(gpu: Gpu, stored: torch.dtype, rows: int, block_size: int, head_dim: int) -> None:
+    _fits(gpu, lambda ops: launches.attend(ops, rows=rows, stored=stored, block_size=block_size, head_dim=head_dim))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [AMPERE_SMALL, AMD])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (200, False), (8, True)])
-def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, deterministic: bool) -> None:
-    _fits(gpu, lambda ops: launches.attend(ops, dtype=dtype, rows=rows, deterministic=deterministic))
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, deterministic: bool, head_dim: int) -> None:
+    how: dict[str, Any] = {"dtype": dtype, "rows": rows, "deterministic": deterministic, "head_dim": head_dim}
+    _fits(gpu, lambda ops: launches.attend(ops, **how))
 
 
 @pytest.mark.parametrize(("gpu", "rows", "heads"), [(HOPPER, 1, 128), (HOPPER, 200, 16)])

@@ -9,7 +9,7 @@ from moonpool.engine.kernels.triton.tiles import Limits
 from moonpool.engine.kernels.triton.variants import JOINED, MANY, PART, SINGLES, WHOLE, AttentionShape, BatchShape
 
 HOPPER, SMALL = Limits(132, 227 << 10, float8=True, warpgroups=True), Limits(20, 99 << 10)
-HEADS = [(14, 2, 64), (9, 3, 64), (32, 8, 128), (16, 1, 256), (64, 64, 128), (16, 1, 576), (128, 1, 576)]
+HEADS = [(14, 2, 64), (9, 3, 64), (32, 8, 128), (16, 1, 256), (16, 2, 512), (64, 64, 128), (16, 1, 576), (128, 1, 576)]
 
 
 @pytest.mark.parametrize("limits", [HOPPER, SMALL])

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from moonpool.base.transport.async_utils import accept, close_if_cancelled
+from moonpool.base.rpc.accept import accept, close_if_cancelled
 from tests.unit.base.transport.turns import turn
 
 TURNS = 8
