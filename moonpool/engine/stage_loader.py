@@ -145,7 +145,9 @@ class StageLoader:
         return replace(self.engine, blocks=found.blocks, max_num_batched_tokens=found.max_num_batched_tokens)
 
     def _ranks(self, page_fd: int) -> Ranks | None:
-        from moonpool.engine.parallel.group_ranks import group_ranks
+        import torch.distributed
+
+        from moonpool.engine.parallel.group_ranks import GroupRanks
         from moonpool.engine.parallel.page import RankPage
         from moonpool.engine.parallel.ranks import Ranks
 
@@ -155,7 +157,11 @@ class StageLoader:
         if self.device is None:
             return Ranks(page)
         self.device.goes_on()
-        return group_ranks(page, self.spec.rank_store, self.devices[self.spec.stage], self.torch_device)
+        its = self.devices[self.spec.stage]
+        collectives = collectives_of(its, torch.distributed.is_backend_available)
+        # Gloo's sums between GPUs go through the host.
+        captured = collectives == its[0].platform.collectives
+        return GroupRanks(page, self.spec.rank_store, collectives, self.torch_device, captured=captured)
 
     def _load_weights(self) -> StageModel:
         from moonpool.base.malloc import release_memory

@@ -14,17 +14,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moonpool.engine.parallel.page import RankPage
 from moonpool.engine.parallel.ranks import Ranks
-from moonpool.engine.platforms.registry import HOST_COLLECTIVES, DeviceName, collectives_of
-
-
-def group_ranks(page: RankPage, store: str, devices: Sequence[DeviceName], device: torch.device) -> "GroupRanks":
-    """Return this rank among a stage's, with the backend that `devices`, one for each rank, have between them.
-
-    Graphs have sums if the backend is the platform's own: gloo's between GPUs go through the host.
-    """
-    collectives = collectives_of(devices, dist.is_backend_available)
-    captured = collectives == devices[0].platform.collectives
-    return GroupRanks(page, store, collectives, device, captured=captured)
 
 
 class GroupRanks(Ranks):
@@ -46,7 +35,7 @@ class GroupRanks(Ranks):
 
     def __init__(self, page: RankPage, store: str, collectives: str, device: torch.device, *, captured: bool) -> None:
         super().__init__(page)
-        self.captured, self._device, self._wide = captured, device, collectives == HOST_COLLECTIVES
+        self.captured, self._device, self._wide = captured, device, collectives == dist.Backend.GLOO
         place, timeout = (
             (FileStore(store, self.ranks), self.rank, self.ranks),
             datetime.timedelta(seconds=page.timeout_s),

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +20,13 @@ from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.loader import load_stage, torch_dtype
+from moonpool.engine.models.lora import lora_slots
 from moonpool.engine.models.tensor_reader import DENSE_WEIGHTS, KeptWeights
-from moonpool.engine.parallel.group_ranks import group_ranks
+from moonpool.engine.parallel.group_ranks import GroupRanks
 from moonpool.engine.parallel.page import RankPage, page_bytes
 from moonpool.engine.parallel.ranks import Ranks
 from moonpool.engine.pipeline import Links, NoLinks
 from moonpool.engine.platforms.base import Device
-from moonpool.engine.platforms.registry import DeviceName
 from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.prompt_graphs import PromptGraphs
@@ -61,7 +62,15 @@ class RankedStages:
     """
 
     def __init__(
-        self, path: Path, pool: KVPool, ranks: int, dtype: str, kept: KeptWeights, seed: int | None, captures: bool
+        self,
+        path: Path,
+        pool: KVPool,
+        ranks: int,
+        dtype: str,
+        kept: KeptWeights,
+        seed: int | None,
+        captures: bool,
+        max_loras: int,
     ) -> None:
         config, self.pool = load_config(path), pool
         stages = len(pool.parts)
@@ -77,6 +86,9 @@ class RankedStages:
                 model = load_stage(
                     path, config, torch_dtype(dtype), part.layer_begin, part.layer_end, kept=kept, ranks=its
                 )
+                if device is not None and max_loras:
+                    of = model.whole, model.layers, part.layer_begin
+                    model.lora_slots = lora_slots(*of, count=max_loras, max_rank=16, ranks=its)
                 place = stage_platform(device, part, self.failures.append, ranks=its)
                 links: Links = NoLinks()
                 if stages > 1:
@@ -85,7 +97,7 @@ class RankedStages:
                 emit = self.events[stage][rank].append
                 runner = StageRunner(stage, model, place, links, self.gates[stage][rank], emit, 5.0)
                 if device is not None and captures:
-                    longest, cache = BLOCKS * SIZE, GraphCache(BLOCKS * SIZE, most_rows=4)
+                    longest, cache = BLOCKS * SIZE, GraphCache(BLOCKS * SIZE, most_rows=4, adapters=max_loras > 0)
                     runner.graphs = DecodeGraphs(device, model, place.memory, cache, longest)
                     runner.prompt_graphs = PromptGraphs(device, model, place.memory, longest, 64)
                 row.append(runner)
@@ -143,9 +155,9 @@ def met(ranks: int, devices: Sequence[Device | None]) -> list[Ranks | None]:
     os.close(fd)
     if devices[0] is None:
         return [Ranks(page) for page in pages]
-    names = [DeviceName("staged")] * ranks
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as threads:
-        each = [threads.submit(group_ranks, page, f"{folder}/store", names, torch.device("cpu")) for page in pages]
+        join, place = partial(GroupRanks, captured=True), (f"{folder}/store", "gloo", torch.device("cpu"))
+        each = [threads.submit(join, page, *place) for page in pages]
         return [its.result() for its in each]
 
 
@@ -177,11 +189,12 @@ def ranked(
     kept: KeptWeights = DENSE_WEIGHTS,
     seed: int | None = None,
     captures: bool = False,
+    max_loras: int = 0,
 ) -> Iterator[RankedStages]:
     torch.set_num_threads(1)
     layout = kv_layout(load_config(path), dtype, SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, stage_ranges(layout.layers, stages))
-    found = RankedStages(path, pool, ranks, dtype, kept, seed, captures)
+    found = RankedStages(path, pool, ranks, dtype, kept, seed, captures, max_loras)
     yield found
     found.close()
     pool.close()

@@ -94,7 +94,7 @@ def test_plan(folder: Path) -> None:
     ("settings", "field", "message"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "3 ranks cannot divide layer 0"),
-        ({"device": "staged"}, "tensor_parallel_size", "must be 1 with device=staged"),
+        ({"device": "staged:1,staged:2,staged:3"}, "device", "names 3 devices for 1 pipeline stages with 2 ranks each"),
         ({"engine": "emulated:llama-70b-a800"}, "tensor_parallel_size", "emulated compute has no ranks"),
     ],
 )
