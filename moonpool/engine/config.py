@@ -143,7 +143,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         1,
         ge=1,
         description="engine processes of each stage, which share heads and inner states of its layers; prefill and "
-        "decode may differ; CPUs only (docs/extend/tensor_parallelism.md)",
+        "decode may differ (docs/extend/tensor_parallelism.md)",
     )
     threads: int = Field(
         0,

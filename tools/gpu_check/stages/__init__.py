@@ -14,6 +14,7 @@ ORDER = (
     "families",
     "parity",
     "two_stages",
+    "two_ranks",
     "load",
     "copies",
     "kernel_speed",

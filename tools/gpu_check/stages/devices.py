@@ -9,6 +9,7 @@ LIMIT_S = 200
 BESIDE_NEXT = True
 TESTS = (
     "tests/unit/engine/test_devices.py",
+    "tests/unit/engine/test_lora_graphs.py",
     "tests/unit/engine/test_worker.py",
     "tests/unit/engine/sampling/test_torch_sampler.py",
 )

@@ -40,15 +40,17 @@ def check(where: Where, figures: Figures) -> None:
     extra = {"prefill": ["--max-num-batched-tokens", "512"], "decode": ["--set", "cuda_graphs=off"]}
     plan = plan_of(where, served, model, "two-stages", extra)
     with CheckedStack(plan, end - time.monotonic()) as stack:
-        in_one = _asked(stack, prompts, "one stage", end, figures)
-        _restart_in_two_stages(where, stack, end, figures)
-        in_two = _asked(stack, prompts, "two stages", end, figures)
+        in_one = asked(stack, prompts, "one stage", end, figures)
+        began, devices = time.monotonic(), ",".join([f"{where.device}:0"] * 2)
+        restart(stack, "prefill-0", ["--pipeline-parallel-size", "2", "--device", devices], end)
+        figures["start of two stages, s"] = round(time.monotonic() - began, 1)
+        in_two = asked(stack, prompts, "two stages", end, figures)
     stack.expect_ended_in_order()
     compare(prompts, in_one, in_two, figures)
 
 
 def compare(prompts: Sequence[list[int]], in_one: Sequence[Answer], in_two: Sequence[Answer], figures: Figures) -> None:
-    """Compare answers token by token, as far as the answers from one stage are certain.
+    """Compare answers token by token, as far as the first answers are certain.
 
     Raises:
         CheckError: they differ, or too few tokens are certain.
@@ -58,13 +60,13 @@ def compare(prompts: Sequence[list[int]], in_one: Sequence[Answer], in_two: Sequ
     for prompt, tokens, answer in zip(prompts, known, in_two, strict=True):
         expect(
             answer.tokens[: len(tokens)] == tokens,
-            f"a prompt of {len(prompt)} tokens: one stage gave {tokens}, two gave {answer.tokens}",
+            f"a prompt of {len(prompt)} tokens: one gave {tokens}, two gave {answer.tokens}",
         )
     share = sum(map(len, known)) / (ANSWER * len(prompts))
     expect(share > LEAST_KNOWN, f"only {share:.0%} of the tokens are certain")
 
 
-def _asked(stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: float, figures: Figures) -> list[Answer]:
+def asked(stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: float, figures: Figures) -> list[Answer]:
     """Ask one after the other; with a salt, so that no KV is cached."""
     answers: list[Answer] = []
 
@@ -78,14 +80,12 @@ def _asked(stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: fl
     return answers
 
 
-def _restart_in_two_stages(where: Where, stack: CheckedStack, end: float, figures: Figures) -> None:
-    began, old = time.monotonic(), stack.services["prefill-0"]
+def restart(stack: CheckedStack, service: str, arguments: Sequence[str], end: float) -> None:
+    """Start a service of the stack again, with further arguments, and wait until it has joined."""
+    old = stack.services[service]
     expect(stack.stop_one(old.id) == 0, f"{old.id} did not end in order\n{old.log_tail()}")
-    devices = ",".join([f"{where.device}:0"] * 2)
-    arguments = [*old.arguments, "--pipeline-parallel-size", "2", "--device", devices]
-    stack.spawn(old.kind, old.id, arguments).wait_ready(end - time.monotonic())
+    stack.spawn(old.kind, old.id, [*old.arguments, *arguments]).wait_ready(end - time.monotonic())
     stack.wait_joined(end - time.monotonic())
-    figures["start of two stages, s"] = round(time.monotonic() - began, 1)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def test_tokens_of_two_stages_that_differ_or_are_never_certain_are_noticed() -> 
     figures: Figures = {}
     compare([PROMPT], [answer_of(RIGHT)], [answer_of(RIGHT)], figures)
     assert figures == {"tokens compared": ANSWER}
-    with pytest.raises(CheckError, match=r"a prompt of 3 tokens: one stage gave \[100, .* two gave \[7"):
+    with pytest.raises(CheckError, match=r"a prompt of 3 tokens: one gave \[100, .* two gave \[7"):
         compare([PROMPT], [answer_of(RIGHT)], [answer_of([7, *RIGHT[1:]])], figures)
     with pytest.raises(CheckError, match="only 0% of the tokens are certain"):
         compare([PROMPT], [answer_of(RIGHT, gap=0.001)], [answer_of(RIGHT)], figures)
@@ -201,7 +201,10 @@ def test_pools_hold_what_is_asked_for_at_once(served: Served, sizes: Sizes, tmp_
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "name",
-    ["models", *(pytest.param(name, marks=pytest.mark.slow) for name in ("serve_small", "two_stages", "load"))],
+    [
+        "models",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("serve_small", "two_stages", "two_ranks", "load")),
+    ],
 )
 def test_a_stage_passes_on_staged(name: str, out: Path) -> None:
     """`serve_large` is `serve_small` with other sizes."""
