@@ -36,7 +36,7 @@ _FIELDS = {
     "{string}": "true|false",
 }
 _SPACE = r"\s*"
-_BEGUN = {"{name}": r"""\s*[^<>\s"']*\s*""", "{key}": r"""[^<>\n"]*""", "{string}": "[a-z]*"}
+_BEGUN = {"{name}": r"""\s*[^<>\s"']*\s*""", "{key}": r"""\s*[^<>\n"]*\s*""", "{string}": "[a-z]*"}
 _GROUPS = {"{name}": "name", "{key}": "key"}
 _FIELD = re.compile(r"(\{name\}|\{key\}|\{string\}|\s+)")
 

@@ -100,6 +100,23 @@ def test_the_first_rank_waits_at_gates_and_the_others_follow(checkpoint: Path) -
         assert stages.layers() == list(range(stages.pool.layout.layers))
 
 
+def test_a_load_that_ends_midway_costs_one_sequence_whatever_the_other_ranks_hear(checkpoint: Path) -> None:
+    """A lease runs out while a prefix arrives: the sequence is dropped, computed whole, and the others go on."""
+    other = SequenceStep(array("i", PROMPT[::-1]).tobytes(), 0, (0, 3, 5), SampleSpec())
+    with ranked(checkpoint, 2, stages=2) as stages:
+        [expected] = stages.run(Step(1, (part(PROMPT, 0),))).sampled
+        [beside] = stages.run(Step(2, (other,))).sampled
+        for block in TABLE[:3]:
+            for layer in range(1, stages.pool.layout.layers):
+                stages.pool.slice(layer, block)[:] = bytes(stages.pool.layout.slice_bytes(layer))
+        for gates in (stages.gates[0][0], stages.gates[1][0]):  # of the second layer comes nothing
+            gates.open(3, 0)
+            gates.drop(3, 0)
+            gates.open(3, stages.pool.layout.layers)
+        assert stages.run(Step(3, (part(PROMPT, 2 * SIZE), other), gated=True)).sampled[1] == beside
+        assert stages.run(Step(4, (part(PROMPT, 0),))).sampled == (expected,)
+
+
 def test_an_abort_at_the_first_rank_ends_the_step_on_all(checkpoint: Path) -> None:
     """Whatever the other ranks hear of it; the next step is right."""
     with ranked(checkpoint, 2, stages=2) as stages:

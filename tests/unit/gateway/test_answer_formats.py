@@ -396,6 +396,15 @@ def check_malformed(name: str, text: str) -> None:
     assert set(names) <= {*TOOLS.names, "thought"}, text
 
 
+@pytest.mark.parametrize("name", ["seed_oss", "qwen3_coder"])
+@pytest.mark.parametrize("space", ["\n", " \n ", "\t"])
+def test_space_around_a_key_is_read_alike_in_pieces(name: str, space: str) -> None:
+    text = said(name, calls=[("weather", {"days": -7, "city": "x a"})])
+    for written in (text.replace("=city", f"=city{space}"), text.replace("=city", f"={space}city")):
+        check_malformed(name, written)
+        assert read_calls(parsed(name, written)) == [("weather", {"days": -7, "city": "x a"})]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ class Kernels:
         patch.setenv(VARIABLE, "triton")
         self.broken: dict[str, tuple[Break | None, Break | None]] = {}
         self.launched = 0
+        self.within: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around each operation."""
         for name in ops.__all__:
             if hasattr(reference, name):
                 patch.setattr(ops, name, self._kernel(name, getattr(ops, name)))
@@ -48,7 +51,8 @@ class Kernels:
             before, behind = self.broken.get(name, (None, None))
             if before is not None:
                 before(given)
-            function(**{key: value for key, value in given.items() if key in known})
+            with self.within():
+                function(**{key: value for key, value in given.items() if key in known})
             if behind is not None:
                 behind(given)
 

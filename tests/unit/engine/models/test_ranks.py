@@ -74,9 +74,11 @@ def test_tokens_and_kv_are_those_of_one_process(case: str, ranks: int, tmp_path:
     with ranked(tmp_path, 1) as alone, ranked(tmp_path, ranks) as several:
         assert answer(several, 6) == answer(alone, 6)
         assert several.layers() == alone.layers()
-        for data, value in kv(several):
+        for (data, value), (expected, _) in zip(kv(several), kv(alone), strict=True):
             assert value == slice_hash(data)
-            assert any(data)
+            found, wanted = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (data, expected))
+            assert wanted.any()
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["gptq, 4 bits", "gptq, 8 bits", "awq", "modelopt, nvfp4"])
