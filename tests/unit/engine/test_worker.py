@@ -14,7 +14,7 @@ from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.native import build
 from moonpool.base.sampling_params import SampleSpec
-from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.engine.interface import Engine
 from moonpool.engine.kernels import choice
@@ -136,8 +136,8 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, ranks: int,
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
             assert all(blocked(pid, number) for pid in engine.pids), number
         assert known is None or engine.speeds == known
-        assert known is not None or engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
-        assert engine.speeds.prefill_per_token_s + engine.speeds.prefill_base_s > 0
+        assert prefill_seconds(engine.speeds, 512, 0) > 0  # which part has how much is noise on busy cores
+        assert known is not None or decode_step_seconds(engine.speeds, 8, 8 * 128) > 0
         assert await generate(engine, 10, prompt, (9, 2, 5, 11), 6) == expected
 
         if engine.run_steps > 1:

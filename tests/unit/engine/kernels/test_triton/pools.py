@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,10 @@ def slowly(*cases: tuple[Any, ...]) -> list[Any]:
 
 
 def generator(seed: int | None = None) -> torch.Generator:
-    """A generator whose seed is printed: a failing test shows it."""
+    """A generator whose seed is printed: that of the test's name, or others with MOONPOOL_SEED."""
     if seed is None:
-        seed = random.SystemRandom().randrange(2**31)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0]
+        seed = zlib.crc32(f"{os.environ.get('MOONPOOL_SEED', '')} {test}".encode())
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
 
