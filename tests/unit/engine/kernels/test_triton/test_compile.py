@@ -57,6 +57,13 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     gc.enable()
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_page_has_the_rows_of_every_model(name: str) -> None:
+    """Nothing is compiled."""
+    launched = (launch for gpu in GPUS for launch in SHAPES[name].launched(gpu))
+    assert list(_page(name, GPUS)) == list(dict.fromkeys(map(title, launched))), WRITES
+
+
 def test_kernels_of_a_model() -> None:
     """Every kernel that services launch for a model of 8B, on the first GPU; `make test-all` compiles every variant.
 
