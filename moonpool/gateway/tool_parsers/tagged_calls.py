@@ -36,7 +36,7 @@ _FIELDS = {
     "{string}": "true|false",
 }
 _SPACE = r"\s*"
-_BEGUN = {"{name}": r"""\s*[^<>\s"']*\s*""", "{key}": r"""\s*[^<>\n"]*\s*""", "{string}": "[a-z]*"}
+_BEGUN = {"{name}": r"""\s*+[^<>\s"']*+\s*+""", "{key}": r"""\s*+[^<>\n"]*+\s*+""", "{string}": "[a-z]*"}
 _GROUPS = {"{name}": "name", "{key}": "key"}
 _FIELD = re.compile(r"(\{name\}|\{key\}|\{string\}|\s+)")
 
@@ -95,7 +95,7 @@ def _whole(part: str, kind: str) -> str:
     if part.isspace():
         return r"\s*"
     if part in _GROUPS:
-        return rf"\s*(?P<{kind}_name>{_FIELDS[part]})\s*"
+        return rf"\s*+(?P<{kind}_name>{_FIELDS[part]})\s*+"
     return f"(?:{_FIELDS[part]})" if part in _FIELDS else re.escape(part)
 
 
