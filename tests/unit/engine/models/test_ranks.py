@@ -29,7 +29,8 @@ PROMPT = [7 + number * 13 % 90 for number in range(2 * SIZE + 9)]
 TABLE = (4, 1, 6, 2, 7)
 RECURRENT = [
     *("granite, hybrid", "granite, hybrid, dense", "kimi_linear", "lfm2", "lfm2, biases", "lfm2_moe"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "falcon_h1, norm"),
+    *("nemotron_h", "nemotron_h, experts", "nemotron_h, latent experts"),
 ]
 QUICK = ("falcon, new", "gemma4, shared KV", "gpt2", "gpt_oss", "deepseek_v2, groups", "deepseek_v32", "olmo2")
 """Grouped projections, layers of other layers' KV, inputs first, experts in one tensor, MLA, chosen keys, norms over
