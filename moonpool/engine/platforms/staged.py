@@ -2,7 +2,8 @@
 
 A GPU does work at some later time, and streams overtake each other. A plain CPU hides both. Here a stream is lazy or
 eager, by the seed. Lazy work is done only when a thread waits for an event, and then only the work before the event,
-and the work that it was told to wait for. So work without a waiter has not happened. Eager work is done as soon as
+and the work that it was told to wait for. So work without a waiter has not happened, unless the devices of other ranks
+wait for it (`goes_on`). Eager work is done as soon as
 possible, ahead of what other streams were given before. With each wait, further work is done or not, as drawn. Memory
 begins with bytes that are not a number in any type of KV. A thread that has not entered the device is refused, and so
 are copies from or to unregistered host memory.
